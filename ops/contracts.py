@@ -1,0 +1,98 @@
+"""Schemas, fakes and dispatch of the ops. Torch only: kernels load when first needed.
+
+    boundary_(stream!, branch?, weight, weight_offset, eps, tables...) -> normed
+        x = branch; h = stream + x; y = norm(h) * (weight + weight_offset)
+        with the token's program run on x, on h and on y; `stream` becomes h
+    inline_(value!, stage, tables...) -> ()
+        the program's entries of one stage, run on `value` in place
+    anchor(tensors) -> ()
+        a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
+    route_(row_of_token!, select!, ...) -> ()
+        fills the per-token maps; called by the host before a step, never in the graph
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from eyesplice.ops import reference
+
+NAMESPACE: Final = "eyesplice"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+_TABLES = "Tensor row_of_token, Tensor select, Tensor program, Tensor bank"
+
+SCHEMAS: Final = {
+    "boundary_": (
+        "(Tensor(a!) stream, Tensor? branch, Tensor weight, float weight_offset, "
+        f"float eps, {_TABLES}) -> Tensor"
+    ),
+    "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
+    "anchor": "(Tensor[] tensors) -> ()",
+    "route_": (
+        "(Tensor(a!) row_of_token, Tensor(b!) select, Tensor request_row, "
+        "Tensor prompt_len, Tensor query_start_loc, Tensor positions, Tensor clauses, "
+        "int num_requests, int extent) -> ()"
+    ),
+}
+
+
+def _boundary_fake(
+    stream: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    weight_offset: float,
+    eps: float,
+    row_of_token: Tensor,
+    select: Tensor,
+    program: Tensor,
+    bank: Tensor,
+) -> Tensor:
+    return torch.empty_like(stream, memory_format=torch.contiguous_format)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _anchor(tensors: Sequence[Tensor]) -> None:
+    return None
+
+
+def _cuda(name: str) -> Callable[..., Tensor | None]:
+    """An implementation that imports the Triton kernel at its first call."""
+
+    def run(*args: object) -> Tensor | None:
+        from eyesplice.ops import launch
+
+        result: Tensor | None = getattr(launch, name)(*args)
+        return result
+
+    run.__name__ = f"{name}cuda"
+    return run
+
+
+def _register() -> None:
+    for name, schema in SCHEMAS.items():
+        _library.define(name + schema)
+    _library.impl("boundary_", reference.boundary_, "CPU")
+    _library.impl("inline_", reference.inline_, "CPU")
+    _library.impl("route_", reference.route_, "CPU")
+    for name in ("boundary_", "inline_", "route_"):
+        _library.impl(name, _cuda(name), "CUDA")
+    _library.impl("anchor", _anchor, "CPU")
+    _library.impl("anchor", _anchor, "CUDA")
+    _library._register_fake("boundary_", _boundary_fake)
+    _library._register_fake("inline_", _nothing)
+    _library._register_fake("anchor", _anchor)
+
+
+_register()
+
+boundary_: Final = torch.ops.eyesplice.boundary_.default
+inline_: Final = torch.ops.eyesplice.inline_.default
+anchor: Final = torch.ops.eyesplice.anchor.default
+route_: Final = torch.ops.eyesplice.route_.default
