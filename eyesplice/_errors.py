@@ -13,10 +13,19 @@ class SpecError(ValueError):
         self.value = value
         self.allowed = allowed
         self.remedy = remedy
-        shown = repr(value)
-        if len(shown) > 200:
-            shown = f"{shown[:200]}... ({len(shown)} characters)"
+        shown = _shown(value)
         super().__init__(f"{thing} {shown} refused. Allowed: {allowed}. Do: {remedy}.")
 
     def __reduce__(self) -> tuple[type["SpecError"], tuple[str, object, str, str]]:
         return SpecError, (self.thing, self.value, self.allowed, self.remedy)
+
+
+def _shown(value: object) -> str:
+    """The value's repr, cut short; some values (ints of many digits) have none."""
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):
+        return f"<{type(value).__name__} too large to show>"
+    if len(shown) > 200:
+        return f"{shown[:200]}... ({len(shown)} characters)"
+    return shown

@@ -51,7 +51,10 @@ BOUNDARY_SUBMODULES: Final[tuple[Submodule, ...]] = tuple(
 """The seven values of a residual-stream boundary: the ones armed by default."""
 
 _FROM_ALIAS: Final = {alias: name for name, alias in ALIASES.items() if alias}
-_ALIAS: Final = re.compile(r"blocks\.(-?\d{1,6}|\*)\.(.+)")
+_ALIAS: Final = re.compile(r"blocks\.(-?[0-9]{1,6}|\*)\.(.+)")
+
+_ONE_LAYER: Final = re.compile(r"\s*-?[0-9]{1,6}\s*")
+_LAYER_RANGE: Final = re.compile(r"\s*([0-9]{1,6})\s*-\s*([0-9]{1,6})\s*")
 
 TableKind = Literal["pre", "mid", "heads", "router"]
 
@@ -124,7 +127,8 @@ def parse_submodule(text: object) -> tuple[Submodule, int | None]:
     raise SpecError(
         "submodule",
         text,
-        ", ".join(SUBMODULES) + ", or a TransformerLens name (blocks.L.hook_resid_post)",
+        ", ".join(SUBMODULES)
+        + ", or a TransformerLens name (blocks.L.hook_resid_post)",
         "use one of these names",
     )
 
@@ -136,7 +140,7 @@ def parse_layers(value: object, num_layers: int) -> tuple[int, ...]:
         Ascending layer numbers without repeats.
 
     Raises:
-        SpecError: malformed, or a layer out of range.
+        SpecError: malformed, empty, or a layer out of range.
     """
     return tuple(sorted(set(_layers(value, num_layers))))
 
@@ -149,13 +153,13 @@ def _layers(value: object, num_layers: int) -> Iterable[int]:
             return [_layer(value, num_layers)]
         case "all":
             return range(num_layers)
-        case str() if found := re.fullmatch(r"\s*(\d{1,6})\s*-\s*(\d{1,6})\s*", value):
+        case str() if found := _LAYER_RANGE.fullmatch(value):
             first, last = (_layer(int(text), num_layers) for text in found.groups())
             if first <= last:
                 return range(first, last + 1)
-        case str() if re.fullmatch(r"\s*-?\d{1,6}\s*", value):
+        case str() if _ONE_LAYER.fullmatch(value):
             return [_layer(int(value), num_layers)]
-        case range() | list() | tuple() if len(value) <= 4 * num_layers:
+        case range() | list() | tuple() if value and not value[4 * num_layers :]:
             return [layer for item in value for layer in _one_level(item, num_layers)]
     raise SpecError(
         "layers",

@@ -1,14 +1,14 @@
 """Schemas, fakes and dispatch of the ops. Torch only: kernels load when first needed.
 
-    boundary_(stream!, branch?, weight, weight_offset, eps, tables...) -> normed
-        x = branch; h = stream + x; y = norm(h) * (weight + weight_offset)
-        with the token's program run on x, on h and on y; `stream` becomes h
-    inline_(value!, stage, tables...) -> ()
-        the program's entries of one stage, run on `value` in place
-    anchor(tensors) -> ()
-        a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
-    route_(row_of_token!, select!, ...) -> ()
-        fills the per-token maps; called by the host before a step, never in the graph
+boundary_(stream!, branch?, weight, weight_offset, eps, tables...) -> normed
+    x = branch; h = stream + x; y = norm(h) * (weight + weight_offset)
+    with the token's program run on x, on h and on y; `stream` becomes h
+inline_(value!, stage, tables...) -> ()
+    the program's entries of one stage, run on `value` in place
+anchor(tensors, layer) -> ()
+    a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
+route_(row_of_token!, select!, ...) -> ()
+    fills the per-token maps; called by the host before a step, never in the graph
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ SCHEMAS: Final = {
         f"float eps, {_TABLES}) -> Tensor"
     ),
     "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
-    "anchor": "(Tensor[] tensors) -> ()",
+    "anchor": "(Tensor[] tensors, int layer) -> ()",
     "route_": (
         "(Tensor(a!) row_of_token, Tensor(b!) select, Tensor request_row, "
         "Tensor prompt_len, Tensor query_start_loc, Tensor positions, Tensor clauses, "
@@ -58,7 +58,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def _anchor(tensors: Sequence[Tensor]) -> None:
+def _anchor(tensors: Sequence[Tensor], layer: int) -> None:
     return None
 
 

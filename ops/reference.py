@@ -137,7 +137,9 @@ def _clause_bits(clauses: Tensor, position: Tensor, prompt_len: Tensor) -> Tenso
     bits = torch.zeros_like(position)
     for j in range(clauses.shape[1]):
         kind, a, b, flags = clauses[:, j].long().unbind(dim=-1)
-        start = a + torch.where((flags & RANGE_START_FROM_PROMPT_END) != 0, prompt_len, 0)
+        start = a + torch.where(
+            (flags & RANGE_START_FROM_PROMPT_END) != 0, prompt_len, 0
+        )
         stop = b + torch.where((flags & RANGE_STOP_FROM_PROMPT_END) != 0, prompt_len, 0)
         # Masks are stored as int32: bring bit 31 back from the sign.
         mask = a & 0xFFFFFFFF

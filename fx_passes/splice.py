@@ -1,0 +1,184 @@
+"""Edits the graph: consumes the finders' records, inserts the ops, drops the anchors.
+
+Before, one boundary of a Llama layer in the Dynamo graph of vLLM (T tokens, H hidden):
+
+    anchor = eyesplice.anchor([rows, select, bank, pre_1, mid_1], 1)
+    branch: bf16[T, H] = ...  # output of o_proj
+    fused = vllm_ir.fused_add_rms_norm.maybe_inplace(branch, stream, weight, 1e-5, None)
+    normed: bf16[T, H] = fused[0]
+    stream_1: bf16[T, H] = fused[1]
+
+After (`stream` is written in place and stands for `stream_1` from here on):
+
+    branch: bf16[T, H] = ...
+    normed: bf16[T, H] = eyesplice.boundary_(
+        stream, branch, weight, 0.0, 1e-5, rows, select, mid_1, bank)
+
+Any other value, before and after:
+
+    h: bf16[T, H] = branch + stream       h: bf16[T, H] = branch + stream
+                                          eyesplice.inline_(h, 1, rows, select, pre_2, bank)
+"""
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from eyesplice.fx_passes.graph_facts import value_of
+from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
+from eyesplice.fx_passes.records import Found, FusedBoundary, InlineValue
+from eyesplice.fx_passes.sites import Table
+from eyesplice.ops import contracts
+
+
+@dataclass(slots=True)
+class Anchored:
+    """The graph inputs that the anchors brought in.
+
+    Attributes:
+        nodes: the anchor nodes, to be erased.
+        shared: the placeholders of SHARED_TENSORS, by name.
+        programs: the placeholder of each program table.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    shared: dict[str, fx.Node] = field(default_factory=dict)
+    programs: dict[Table, fx.Node] = field(default_factory=dict)
+
+
+def read_anchors(graph: fx.Graph, plan: SplicePlan) -> Anchored:
+    """The tensors behind the graph's anchors, each as the placeholder it came in by."""
+    anchored = Anchored()
+    for node in graph.nodes:
+        if node.target is not contracts.anchor:
+            continue
+        anchored.nodes.append(node)
+        tensors, layer = node.args
+        assert isinstance(layer, int)
+        shared, programs = (
+            tensors[: len(SHARED_TENSORS)],
+            tensors[len(SHARED_TENSORS) :],
+        )
+        anchored.shared = dict(zip(SHARED_TENSORS, shared, strict=True))
+        anchored.programs.update(
+            zip(plan.tables_of_layer(layer), programs, strict=True)
+        )
+    return anchored
+
+
+def splice(graph: fx.Graph, found: Found, anchored: Anchored) -> None:
+    """Insert every found op and erase the anchors.
+
+    Args:
+        graph: edited in place.
+        found: what to splice; all of it is.
+        anchored: where the tables come from.
+    """
+    for value in found.inline:
+        _splice_inline(graph, value, anchored)
+    # A boundary's stream is a result of the boundary before, which is gone by then.
+    replaced: dict[fx.Node, fx.Node] = {}
+    for boundary in found.fused:
+        _splice_fused(graph, boundary, anchored, replaced)
+    for node in anchored.nodes:
+        graph.erase_node(node)
+
+
+def _tables(anchored: Anchored, table: Table) -> tuple[fx.Node, ...]:
+    shared = anchored.shared
+    program = anchored.programs[table]
+    return shared["row_of_token"], shared["select"], program, shared["bank"]
+
+
+def _splice_fused(
+    graph: fx.Graph,
+    boundary: FusedBoundary,
+    anchored: Anchored,
+    replaced: dict[fx.Node, fx.Node],
+) -> None:
+    norm = boundary.norm
+    with graph.inserting_before(norm):
+        stream = replaced.get(boundary.stream, boundary.stream)
+        if boundary.copy_stream:
+            stream = _copy(graph, stream, norm)
+        normed = graph.call_function(
+            contracts.boundary_,
+            (
+                stream,
+                boundary.branch,
+                boundary.weight,
+                boundary.weight_offset,
+                boundary.eps,
+                *_tables(anchored, boundary.table),
+            ),
+        )
+    _describe(normed, norm, _like(value_of(stream)))
+    if boundary.branch is None:
+        _replace_later_uses(boundary.stream, stream, normed)
+        replaced[boundary.stream] = stream
+        norm.replace_all_uses_with(normed)
+    else:
+        for user in list(norm.users):
+            assert user.target is operator.getitem
+            replaced[user] = normed if user.args[1] == 0 else stream
+            user.replace_all_uses_with(replaced[user])
+            graph.erase_node(user)
+    scale = norm.args[2] if boundary.branch is not None else norm.args[1]
+    graph.erase_node(norm)
+    _erase_if_unused(graph, scale)
+
+
+def _splice_inline(graph: fx.Graph, found: InlineValue, anchored: Anchored) -> None:
+    value = found.value
+    with graph.inserting_before(found.before):
+        if value.op == "placeholder":
+            value = _copy(graph, value, found.before)
+        node = graph.call_function(
+            contracts.inline_,
+            (value, int(found.stage), *_tables(anchored, found.table)),
+        )
+    _describe(node, found.before, None)
+    if value is not found.value:
+        _replace_later_uses(found.value, value, node)
+
+
+def _copy(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    copy = graph.call_function(torch.clone, (value,))
+    _describe(copy, like, _like(value_of(value)))
+    return copy
+
+
+def _replace_later_uses(old: fx.Node, new: fx.Node, after: fx.Node) -> None:
+    """Let every reader of `old` that follows `after` read `new`."""
+    if old is new:
+        return
+    later = set()
+    node = after.next
+    while node.op != "root":
+        later.add(node)
+        node = node.next
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later)
+
+
+def _erase_if_unused(graph: fx.Graph, node: Any) -> None:
+    """Erase the `weight + 1` that the op took over, and what only it needed."""
+    while isinstance(node, fx.Node) and node.op != "placeholder" and not node.users:
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        node = inputs[0] if inputs else None
+
+
+def _like(value: torch.Tensor | None) -> torch.Tensor:
+    """A fake tensor as the op returns it, in the value's own fake mode."""
+    assert value is not None
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _describe(node: fx.Node, origin: fx.Node, value: torch.Tensor | None) -> None:
+    for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+    node.meta["example_value"] = value

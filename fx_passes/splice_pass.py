@@ -1,0 +1,103 @@
+"""The pass: finds the wanted sites of a whole Dynamo graph and splices them, once."""
+
+from typing import Final
+
+from torch import fx
+
+from eyesplice.fx_passes.added_boundaries import find_added_boundaries
+from eyesplice.fx_passes.fused_boundaries import find_fused_boundaries
+from eyesplice.fx_passes.graph_facts import LayerMap, value_of
+from eyesplice.fx_passes.inner_sites import find_heads, find_router_logits
+from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.fx_passes.records import Found
+from eyesplice.fx_passes.report import SiteRow, SpliceReport
+from eyesplice.fx_passes.splice import read_anchors, splice
+from eyesplice.fx_passes.tokens import token_dimension
+from eyesplice.ops import contracts
+from eyesplice.ops.layout import Stage
+
+SPLICED: Final = (contracts.boundary_, contracts.inline_)
+_NOT_FOUND: Final = "no such value was found in the graph"
+
+
+class SplicePass:
+    """Splices the wanted sites of one model's graph.
+
+    Idempotent: a graph that already holds spliced ops (a warm start hands the edited
+    graph back) is left alone. A graph without anchors is none of ours.
+    """
+
+    def __init__(self, plan: SplicePlan) -> None:
+        self.plan = plan
+
+    def __call__(self, graph: fx.Graph) -> SpliceReport | None:
+        """Edit the graph in place.
+
+        Args:
+            graph: a whole Dynamo graph, with `nn_module_stack` on its nodes.
+
+        Returns:
+            The site table, or None when there was nothing to do.
+        """
+        anchored = read_anchors(graph, self.plan)
+        if not anchored.nodes:
+            return None
+        found = self._keep_wanted(self._find(graph))
+        report = self._report(found)
+        splice(graph, found, anchored)
+        graph.lint()
+        return report
+
+    def _find(self, graph: fx.Graph) -> Found:
+        plan = self.plan
+        layers = LayerMap(graph, plan.layers_path)
+        tokens = token_dimension(graph)
+        found = Found()
+        find_fused_boundaries(layers, plan, tokens, found)
+        if not found.fused:
+            find_added_boundaries(layers, plan, tokens, found)
+        find_heads(layers, plan, tokens, found)
+        find_router_logits(layers, plan, tokens, found)
+        return found
+
+    def _keep_wanted(self, found: Found) -> Found:
+        stages = {site.table for site in self.plan.wanted}
+        tables = {table for table, _ in stages}
+        return Found(
+            fused=[b for b in found.fused if b.table in tables],
+            inline=[v for v in found.inline if (v.table, v.stage) in stages],
+            missing=found.missing,
+        )
+
+    def _report(self, found: Found) -> SpliceReport:
+        fused = {boundary.table: boundary for boundary in found.fused}
+        inline = {(value.table, value.stage): value for value in found.inline}
+        rows = []
+        for site in sorted(self.plan.wanted):
+            table, stage = site.table
+            node: fx.Node | None = None
+            if table in fused and (stage != Stage.BRANCH or fused[table].branch):
+                boundary = fused[table]
+                node = (boundary.branch, boundary.stream, boundary.norm)[stage]
+                shape = value_of(boundary.stream)
+                assert node is not None
+                rows.append(SiteRow(site, "fused", node.name, _shape(shape)))
+            elif (table, stage) in inline:
+                node = inline[table, stage].value
+                rows.append(SiteRow(site, "inline", node.name, _shape(value_of(node))))
+            else:
+                reason = found.missing.get((table, stage), _NOT_FOUND)
+                rows.append(SiteRow(site, None, reason=reason))
+        return SpliceReport(tuple(rows), len(found.fused), len(found.inline))
+
+
+def is_spliced(graph: fx.Graph) -> bool:
+    """Whether the graph already holds one of the ops."""
+    return any(node.target in SPLICED for node in graph.nodes)
+
+
+def _shape(value: object) -> str:
+    return str(list(getattr(value, "shape", ()))).replace("'", "")
+
+
+__all__ = ["SPLICED", "SplicePass", "is_spliced"]

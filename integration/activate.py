@@ -1,0 +1,79 @@
+"""Switches an engine's configuration on, once vLLM has made it."""
+
+import logging
+from typing import Any
+
+from eyesplice._errors import SpecError
+from eyesplice.integration.config import KEY, requested
+from eyesplice.integration.deployment import deployment_salt
+
+logger = logging.getLogger("eyesplice")
+
+
+def activate(vllm_config: Any) -> None:
+    """Validate the configuration, refuse what cannot be spliced, and set the salt.
+
+    Does nothing when neither `additional_config`, EYESPLICE_CONFIG nor the pass flag
+    asks for eyesplice.
+
+    Args:
+        vllm_config: a final `VllmConfig`; edited in place.
+
+    Raises:
+        SpecError: a malformed configuration, or an engine mode without a graph to
+            splice.
+    """
+    compilation = vllm_config.compilation_config
+    config = requested(vllm_config.additional_config, compilation.inductor_passes)
+    if config is None:
+        return
+    _refuse_unsupported(vllm_config)
+    # The norms must stay one node each. vLLM keeps them so wherever its own compiler
+    # runs; on CPU it would trace their arithmetic instead.
+    compilation.ir_enable_torch_wrap = True
+    config = config.model_copy(update={"salt": deployment_salt(config, vllm_config)})
+    additional = dict(vllm_config.additional_config or {})
+    additional[KEY] = config.model_dump(exclude_defaults=True)
+    vllm_config.additional_config = additional
+    logger.info("eyesplice is switched on (salt %s)", config.salt)
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    from vllm.config import CompilationMode
+
+    compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+    if compilation.mode in (None, CompilationMode.NONE):
+        raise SpecError(
+            "compilation mode",
+            str(compilation.mode),
+            "a mode that compiles the model into a graph",
+            "remove enforce_eager (or -O0); eyesplice splices ops into that graph",
+        )
+    if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        raise SpecError(
+            "compilation mode",
+            "STOCK_TORCH_COMPILE",
+            "VLLM_COMPILE (3) or DYNAMO_TRACE_ONCE (2)",
+            "leave the compilation mode to vLLM",
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise SpecError(
+            "pipeline_parallel_size",
+            parallel.pipeline_parallel_size,
+            "1",
+            "use tensor parallelism",
+        )
+    if getattr(parallel, "enable_dbo", False):
+        raise SpecError(
+            "enable_dbo",
+            True,
+            "False: dual-batch overlap splits the tokens of a step",
+            "switch it off",
+        )
+    if vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu":
+        raise SpecError(
+            "LoRA on CPU",
+            True,
+            "LoRA on a GPU: on CPU it disables compilation",
+            "serve without LoRA",
+        )

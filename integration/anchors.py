@@ -1,0 +1,82 @@
+"""Makes the tables inputs of the compiled graph.
+
+Dynamo lifts the buffers of a module as graph inputs when the traced code reads them. A
+forward pre-hook on each decoder layer reads them into an `anchor` op, which the splice
+erases again. The compiled code fetches the buffers from the live modules by name, so on
+a warm start, where nothing is traced, registering them is enough.
+"""
+
+from typing import Any, Final
+
+from torch import nn
+
+from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
+from eyesplice.integration import ledger
+from eyesplice.integration.buffers import Buffers
+from eyesplice.ops import contracts
+
+_PREFIX: Final = "eyesplice_"
+
+
+def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
+    """The decoder's compiled module, and the path of its layers below it.
+
+    Returns:
+        The compiled module with the longest list of layers, and a path like "layers".
+
+    Raises:
+        LookupError: no compiled module has a list of layers.
+    """
+    compiled = ledger.COMPILED_BASE.get()
+    best: tuple[int, nn.Module, str] | None = None
+    for root in model.modules():
+        if not isinstance(root, compiled) or getattr(root, "do_not_compile", False):
+            continue
+        for path, module in root.named_modules():
+            # A list inside another (experts of a layer) is not the decoder's.
+            if isinstance(module, nn.ModuleList) and not _inside_list(path):
+                if best is None or len(module) > best[0]:
+                    best = (len(module), root, path)
+    if best is None:
+        raise LookupError(
+            "no module of this model that vLLM compiles has a list of layers"
+        )
+    return best[1], best[2]
+
+
+def _inside_list(path: str) -> bool:
+    return any(part.isdigit() for part in path.split("."))
+
+
+def anchor_layers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:
+    """Register the tables on the decoder layers, and the hooks that read them.
+
+    Args:
+        root: the compiled module.
+        plan: tells which tables each layer lists.
+        buffers: the tables; every layer gets the same shared tensors.
+    """
+    layers = root.get_submodule(plan.layers_path)
+    assert isinstance(layers, nn.ModuleList)
+    for number, layer in enumerate(layers):
+        tables = plan.tables_of_layer(number)
+        if not tables:
+            continue
+        for name in SHARED_TENSORS:
+            layer.register_buffer(_PREFIX + name, getattr(buffers, name), persistent=False)
+        for place, table in enumerate(tables):
+            program = buffers.program[buffers.index[table]]
+            layer.register_buffer(f"{_PREFIX}program_{place}", program, persistent=False)
+        layer.eyesplice_layer = number  # type: ignore[assignment]
+        layer.eyesplice_programs = len(tables)  # type: ignore[assignment]
+        layer.register_forward_pre_hook(_anchor)
+
+
+def _anchor(layer: Any, args: Any) -> None:
+    # Dynamo traces this: plain attribute reads only.
+    tensors = [layer.eyesplice_row_of_token, layer.eyesplice_select, layer.eyesplice_bank]
+    for place in range(layer.eyesplice_programs):
+        tensors.append(getattr(layer, f"eyesplice_program_{place}"))
+    contracts.anchor(tensors, layer.eyesplice_layer)
+
+

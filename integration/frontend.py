@@ -1,0 +1,84 @@
+"""Admits requests in the front end: validates, normalises, salts the prefix cache."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from eyesplice._errors import SpecError
+from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.request import parse_request
+from eyesplice.integration.config import KEY
+from eyesplice.integration.deployment import Deployment
+
+KEYS: Final = (KEY, "hotwire")
+_FRONT: Final = "_eyesplice_front"
+
+
+class FrontEnd:
+    """The part of one engine that meets requests."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._deployment = Deployment.of(vllm_config)
+        self._context: Context | None = None
+
+    def context(self) -> Context:
+        """What requests can name.
+
+        Raises:
+            SpecError: eyesplice is not switched on in this engine.
+        """
+        if self._deployment is None:
+            raise SpecError(
+                "request",
+                KEY,
+                "requests without that key: eyesplice is installed, not switched on",
+                "start the engine with additional_config={'eyesplice': {}}",
+            )
+        if self._context is None:
+            self._context = self._deployment.context(self._deployment.read_report())
+        return self._context
+
+    def admit(self, extra_args: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """Validate what a request asks for.
+
+        Returns:
+            The arguments for the worker, normalised, and the digest for the cache salt
+            (None when the request asks for nothing).
+
+        Raises:
+            SpecError: the request cannot be served as written.
+        """
+        context = self.context()
+        request = parse_request(extra_args, context)
+        rest = {key: value for key, value in extra_args.items() if key not in KEYS}
+        if request is None or not request.writes:
+            return rest, None
+        # Lowering finds what parsing cannot: too many entries or conditions.
+        from eyesplice.fx_passes.lowering import lower
+
+        program = lower(request, context)
+        return {**rest, KEY: request.canonical()}, program.digest
+
+
+def process_inputs(
+    original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's `InputProcessor.process_inputs`, with eyesplice's part of the request.
+
+    Raises:
+        SpecError: the request cannot be served as written.
+    """
+    params = kwargs["params"] if "params" in kwargs else args[2]
+    extra_args = getattr(params, "extra_args", None)
+    if not extra_args or not any(key in extra_args for key in KEYS):
+        return original(processor, *args, **kwargs)
+    front = getattr(processor, _FRONT, None)
+    if front is None:
+        front = FrontEnd(processor.vllm_config)
+        setattr(processor, _FRONT, front)
+    admitted, digest = front.admit(extra_args)
+    result = original(processor, *args, **kwargs)
+    # The processor has cloned the caller's parameters: these are the request's own.
+    result.sampling_params.extra_args = admitted or None
+    if digest is not None:
+        result.cache_salt = f"{result.cache_salt or ''}|{KEY}:{digest}"
+    return result

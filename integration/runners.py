@@ -1,0 +1,116 @@
+"""Connects the router to vLLM's two model runners, on the instance.
+
+    V1    _update_states -> begin/end    _prepare_inputs -> step    _dummy_run -> clear
+    V2    finish_requests, add_requests -> end/begin    prepare_inputs -> step
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.lowering import lower
+from eyesplice.fx_passes.request import parse_request
+from eyesplice.integration import ledger
+from eyesplice.integration.ledger import PrivateName
+from eyesplice.integration.router import Router, prompt_length
+
+
+class RunnerHooks:
+    """The wrappers of one runner's methods."""
+
+    def __init__(self, router: Router, context: Callable[[], Context]) -> None:
+        """Hooks that route for `router`; `context` is asked once programs arrive."""
+        self.router = router
+        self._context = context
+
+    def attach(self, runner: Any) -> None:
+        """Wrap the methods of a runner.
+
+        Raises:
+            TypeError: a runner that is neither V1's nor V2's.
+        """
+        if hasattr(runner, ledger.V1_PREPARE_INPUTS.attribute):
+            _around(runner, ledger.V1_UPDATE_STATES, self._v1_update_states)
+            _around(runner, ledger.V1_PREPARE_INPUTS, self._v1_prepare_inputs)
+            _around(runner, ledger.V1_DUMMY_RUN, self._v1_dummy_run)
+        elif hasattr(runner, ledger.V2_PREPARE_INPUTS.attribute):
+            _around(runner, ledger.V2_FINISH_REQUESTS, self._v2_finish_requests)
+            _around(runner, ledger.V2_ADD_REQUESTS, self._v2_add_requests)
+            _around(runner, ledger.V2_PREPARE_INPUTS, self._v2_prepare_inputs)
+        else:
+            raise TypeError(f"eyesplice does not know the runner {type(runner)}")
+
+    def _begin(self, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self.router.end(new.req_id)
+            params = new.sampling_params
+            if params is None or not params.extra_args:
+                continue
+            request = parse_request(params.extra_args, self._context())
+            if request is not None:
+                program = lower(request, self._context())
+                self.router.begin(new.req_id, program, prompt_length(new))
+
+    def _end(self, scheduler_output: Any) -> None:
+        for request_id in scheduler_output.finished_req_ids:
+            self.router.end(request_id)
+
+    def _v1_update_states(
+        self, original: Callable[..., Any], runner: Any, scheduler_output: Any
+    ) -> Any:
+        self._end(scheduler_output)
+        self._begin(scheduler_output)
+        return original(scheduler_output)
+
+    def _v1_prepare_inputs(
+        self, original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any
+    ) -> Any:
+        result = original(scheduler_output, *args)
+        batch = runner.input_batch
+        self.router.step(
+            batch.req_ids[: batch.num_reqs],
+            runner.query_start_loc.gpu,
+            runner.positions,
+            scheduler_output.total_num_scheduled_tokens,
+        )
+        return result
+
+    def _v1_dummy_run(
+        self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.router.clear()
+        return original(*args, **kwargs)
+
+    def _v2_finish_requests(
+        self, original: Callable[..., Any], runner: Any, scheduler_output: Any
+    ) -> Any:
+        # A preempted request comes back as a new one, with its parameters.
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.router.end(request_id)
+        self._end(scheduler_output)
+        return original(scheduler_output)
+
+    def _v2_add_requests(
+        self, original: Callable[..., Any], runner: Any, scheduler_output: Any
+    ) -> Any:
+        result = original(scheduler_output)
+        self._begin(scheduler_output)
+        return result
+
+    def _v2_prepare_inputs(
+        self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        batch = original(*args, **kwargs)
+        self.router.step(
+            batch.req_ids, batch.query_start_loc, batch.positions, batch.num_tokens
+        )
+        return batch
+
+
+def _around(runner: Any, name: PrivateName, hook: Callable[..., Any]) -> None:
+    original = getattr(runner, name.attribute)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, runner, *args, **kwargs)
+
+    setattr(runner, name.attribute, wrapper)

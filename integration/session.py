@@ -1,0 +1,110 @@
+"""What a worker process holds for the engine that it serves."""
+
+import logging
+
+from torch import fx
+
+from eyesplice._errors import SpecError
+from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.fx_passes.report import SpliceReport
+from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
+from eyesplice.integration.deployment import Deployment
+
+logger = logging.getLogger("eyesplice")
+
+
+class Session:
+    """One engine in this process: what is deployed, and what the pass made of it.
+
+    Attributes:
+        deployment: configuration, sizes and vectors.
+        plan: what the pass is asked for.
+        report: the site table, None before the model is compiled.
+        before, after: the graph as text around the splice, when `keep_graphs`.
+    """
+
+    def __init__(self, deployment: Deployment, plan: SplicePlan) -> None:
+        self.deployment = deployment
+        self.plan = plan
+        self.report: SpliceReport | None = None
+        self.keep_graphs = False
+        self._unspliced = False
+        self.before = ""
+        self.after = ""
+        self._pass = SplicePass(plan)
+
+    def splice(self, module: fx.GraphModule) -> None:
+        """Run the pass on a whole Dynamo graph; a spliced or foreign one is left alone.
+
+        Raises:
+            SpecError: a site that the user named cannot be armed.
+        """
+        if self.keep_graphs:
+            before = module.print_readable(print_output=False)
+        report = self._pass(module.graph)
+        if report is None:
+            if is_spliced(module.graph):
+                self.report = self.report or self.deployment.read_report()
+            else:
+                self._unspliced = True
+            return
+        module.recompile()
+        if self.keep_graphs:
+            self.before = before
+            self.after = module.print_readable(print_output=False)
+        self.report = report
+        self._refuse_missing(report)
+        self.deployment.write_report(report)
+        logger.info(
+            "spliced %d boundary and %d inline ops; %d of %d sites are missing",
+            report.num_boundary_ops,
+            report.num_inline_ops,
+            len(report.missing),
+            len(report.rows),
+        )
+
+    def _refuse_missing(self, report: SpliceReport) -> None:
+        missing = report.missing
+        if missing and (self.deployment.config.explicit_sites or len(missing) == len(report.rows)):
+            row = missing[0]
+            raise SpecError(
+                "site",
+                str(row.site),
+                "the sites that this model has",
+                f"leave it out of `sites`: {row.reason} ({len(missing)} such sites)",
+            )
+
+    def require_report(self) -> SpliceReport:
+        """The site table of the compiled model.
+
+        A warm start loads compiled code without running the pass; the table then comes
+        from the start that compiled it.
+
+        Raises:
+            SpecError: the model runs unspliced.
+        """
+        if self.report is None and self._unspliced:
+            raise SpecError(
+                "compiled graph",
+                "no anchors in it",
+                "a decoder whose layers run inside one compiled graph",
+                "switch eyesplice off for this model",
+            )
+        if self.report is None:
+            self.report = self.deployment.read_report()
+        return self.report
+
+
+_current: Session | None = None
+
+
+def open_session(session: Session) -> None:
+    """Make a session the one whose model is compiled next."""
+    global _current
+    _current = session
+
+
+def current_session() -> Session:
+    """The session whose model is being compiled."""
+    assert _current is not None, "a model is compiled before it was loaded"
+    return _current

@@ -1,0 +1,193 @@
+"""The registry of steering vectors: read from a folder, stored as rows of the bank."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eyesplice._errors import SpecError
+from eyesplice.fx_passes.context import VectorInfo
+
+_FIRST_ROW: Final = 1
+"""Row 0 of the bank is all zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    info: VectorInfo
+    first_row: int
+    squared_norms: tuple[float, ...]
+
+
+class VectorRegistry:
+    """Vectors by name, and the bank rows they occupy.
+
+    Every process that builds it from the same folder gets the same rows.
+
+    Attributes:
+        rows: model dtype `[used rows, width]`, on the CPU; row 0 is zero.
+    """
+
+    def __init__(self, dtype: torch.dtype, width: int, bank_rows: int) -> None:
+        self._dtype = dtype
+        self._bank_rows = bank_rows
+        self._stored: dict[str, _Stored] = {}
+        self.rows = torch.zeros(_FIRST_ROW, width, dtype=dtype)
+
+    def names(self) -> Sequence[str]:
+        """Names of every registered vector."""
+        return sorted(self._stored)
+
+    def info(self, name: str) -> VectorInfo | None:
+        """The vector of this name, None if it is not registered."""
+        stored = self._stored.get(name)
+        return stored and stored.info
+
+    def row(self, name: str, layer: int) -> int:
+        """Bank row at `layer`, which a `[width]` vector ignores."""
+        stored = self._stored[name]
+        return stored.first_row + (0 if stored.info.layers is None else layer)
+
+    def squared_norm(self, name: str, layer: int) -> float:
+        """|v|^2 at `layer` of the values that the bank stores."""
+        stored = self._stored[name]
+        return stored.squared_norms[0 if stored.info.layers is None else layer]
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Register a vector, rounded to the bank's dtype.
+
+        Args:
+            name: what requests call it.
+            tensor: any float dtype, `[width]` or `[layers, width]`.
+
+        Raises:
+            SpecError: not such a tensor, not finite, or no room in the bank.
+        """
+        _check(name, tensor, self.rows.shape[1])
+        rows = tensor.detach().to(self._dtype).reshape(-1, tensor.shape[-1])
+        if not rows.isfinite().all():
+            raise SpecError(
+                f"vector {name}",
+                f"values beyond {self._dtype}",
+                f"values that {self._dtype} can hold",
+                "scale the vector down",
+            )
+        first = self.rows.shape[0]
+        if first + len(rows) > self._bank_rows:
+            raise SpecError(
+                f"vector {name}",
+                f"{len(rows)} rows, with {self._bank_rows - first} free",
+                f"{self._bank_rows} rows in the bank",
+                "raise bank_rows in the configuration or remove vectors",
+            )
+        padded = torch.zeros(len(rows), self.rows.shape[1], dtype=self._dtype)
+        padded[:, : rows.shape[1]] = rows
+        self.rows = torch.cat([self.rows, padded])
+        self._stored[name] = _Stored(
+            VectorInfo(
+                name,
+                _digest(tensor),
+                layers=None if tensor.dim() == 1 else tensor.shape[0],
+                width=tensor.shape[-1],
+            ),
+            first,
+            tuple(rows.double().square().sum(dim=-1).tolist()),
+        )
+
+    def load_folder(self, folder: str | None) -> None:
+        """Register every vector of a folder's .safetensors and .pt files, by name.
+
+        A file of one tensor gives a vector named like the file; a .safetensors file of
+        several gives `file.key` each. A .pt file is read with `weights_only=True`, and
+        its first tensor counts.
+
+        Raises:
+            SpecError: no such folder, an unreadable file, or a tensor that is refused.
+        """
+        if folder is None:
+            return
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            raise SpecError(
+                "vectors", folder, "an existing folder", "correct the path or create it"
+            )
+        for file in sorted(path.iterdir()):
+            for name, tensor in _read(file):
+                if name in self._stored:
+                    raise SpecError(
+                        "vectors",
+                        name,
+                        "one vector of each name",
+                        f"rename {file.name} or the other file",
+                    )
+                self.add(name, tensor)
+
+
+def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        if file.suffix == ".safetensors":
+            tensors = load_file(file)
+            for key in sorted(tensors):
+                yield (file.stem if len(tensors) == 1 else f"{file.stem}.{key}"), tensors[key]
+        elif file.suffix == ".pt":
+            yield file.stem, _only_tensor(file)
+    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise _unreadable(file, error) from error
+
+
+def _only_tensor(file: Path) -> Tensor:
+    import pickle
+
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _unreadable(file, error) from error
+    if isinstance(loaded, dict):
+        loaded = next((v for v in loaded.values() if isinstance(v, Tensor)), None)
+    if not isinstance(loaded, Tensor):
+        raise _unreadable(file, TypeError("it holds no tensor"))
+    return loaded
+
+
+def _unreadable(file: Path, error: Exception) -> SpecError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return SpecError(
+        "vector file",
+        file.name,
+        "a .safetensors file, or a .pt file that holds plain tensors",
+        f"replace or remove it ({reason})",
+    )
+
+
+def _check(name: str, tensor: Tensor, width: int) -> None:
+    shape = list(tensor.shape)
+    if not tensor.is_floating_point() or tensor.dim() not in (1, 2) or 0 in shape:
+        raise SpecError(
+            f"vector {name}",
+            f"{tensor.dtype} {shape}",
+            "a float tensor [hidden] or [layers, hidden]",
+            "store the vector in that shape",
+        )
+    if shape[-1] > width:
+        raise SpecError(
+            f"vector {name}",
+            shape,
+            f"at most {width} elements per row in this model",
+            "use a vector made for this model",
+        )
+    if not tensor.isfinite().all():
+        raise SpecError(f"vector {name}", "NaN or Inf", "finite values", "make it anew")
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return "sha256:" + digest.hexdigest()

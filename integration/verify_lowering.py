@@ -1,0 +1,48 @@
+"""Checks a piece after Inductor's passes: every spliced op is there, none gains a copy.
+
+At this point Inductor holds a mutating op as
+
+    out = auto_functionalized(eyesplice.boundary_.default, stream=s, ...)
+    normed = out[0]; s_1 = out[1]
+
+and turns it back into an in-place call, without a copy of `s`, unless somebody reads the
+old `s` afterwards.
+"""
+
+import logging
+
+from torch import fx
+
+from eyesplice.fx_passes.splice_pass import SPLICED
+
+logger = logging.getLogger("eyesplice")
+
+
+def verify_lowering(graph: fx.Graph) -> int:
+    """Check every spliced op of one piece.
+
+    Args:
+        graph: after Inductor's passes, functional.
+
+    Returns:
+        How many spliced ops the piece holds.
+
+    Raises:
+        RuntimeError: an op's stream is read again after it, so it would be copied.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    count = 0
+    for node in graph.nodes:
+        if node.target in SPLICED:
+            count += 1
+        elif node.args and node.args[0] in SPLICED:
+            count += 1
+            written = node.kwargs.get("stream", node.kwargs.get("value"))
+            later = [user for user in written.users if order[user] > order[node]]
+            if later:
+                raise RuntimeError(
+                    f"{node.name} would copy {written.name}: {later[0].name} reads it "
+                    "again; report this model as an eyesplice issue"
+                )
+    logger.debug("%d spliced ops survived in this piece", count)
+    return count

@@ -1,0 +1,120 @@
+"""Prepares a worker: tables and hooks once the model is loaded, a check once compiled."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.integration.anchors import anchor_layers, find_layers
+from eyesplice.integration.buffers import Buffers
+from eyesplice.integration.deployment import Deployment, bank_width, switched_on
+from eyesplice.integration.router import Router
+from eyesplice.integration.runners import RunnerHooks
+from eyesplice.integration.session import Session, open_session
+
+logger = logging.getLogger("eyesplice")
+
+_MOE_OPS = frozenset({"vllm::moe_forward", "vllm::moe_forward_shared"})
+
+
+def prepare_worker(worker: Any, vllm_config: Any) -> None:
+    """Arrange that the worker's model is spliced; nothing when not switched on.
+
+    Args:
+        worker: a new worker whose model is not loaded.
+        vllm_config: the engine's configuration.
+    """
+    if switched_on(vllm_config) is None:
+        return
+    _after(worker, "load_model", lambda: attach(worker, vllm_config))
+    _after(worker, "compile_or_warm_up_model", lambda: worker.eyesplice.require_report())
+
+
+def _after(worker: Any, method: str, then: Callable[[], object]) -> None:
+    original = getattr(worker, method)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    setattr(worker, method, wrapper)
+
+
+def attach(worker: Any, vllm_config: Any) -> None:
+    """Allocate the tables, anchor them on the loaded model and hook the runner.
+
+    Raises:
+        SpecError: vectors that cannot be registered.
+        LookupError: a model without a compiled list of layers.
+    """
+    deployment = Deployment.of(vllm_config)
+    assert deployment is not None
+    runner = worker.model_runner
+    root, layers_path = find_layers(runner.get_model())
+    plan = _plan(deployment, layers_path, vllm_config)
+    buffers = _allocate(deployment, plan, vllm_config, worker.device)
+    anchor_layers(root, plan, buffers)
+    session = Session(deployment, plan)
+    open_session(session)
+    contexts: list[Context] = []
+
+    def context() -> Context:
+        if not contexts:
+            contexts.append(deployment.context(session.require_report()))
+        return contexts[0]
+
+    hooks = RunnerHooks(Router(buffers), context)
+    hooks.attach(runner)
+    worker.eyesplice = session
+    worker.eyesplice_router = hooks.router
+    logger.info(
+        "eyesplice tables: %.1f MiB, %d vectors, layers at %s",
+        buffers.num_bytes() / 2**20,
+        len(deployment.registry.names()),
+        layers_path,
+    )
+
+
+def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SplicePlan:
+    shape = deployment.shape
+    splitting = vllm_config.compilation_config.splitting_ops or ()
+    default = type(vllm_config.compilation_config)._attention_ops
+    return SplicePlan(
+        layers_path=layers_path,
+        num_layers=shape.num_layers,
+        wanted=deployment.config.wanted(shape.num_layers, shape.num_experts),
+        attention_ops=frozenset({*splitting, *default}) - _CACHE_UPDATES,
+        moe_ops=_MOE_OPS,
+        num_experts=shape.num_experts,
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+_CACHE_UPDATES = frozenset(
+    {"vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"}
+)
+"""Splitting ops that only store keys and values; they give no attention output."""
+
+
+def _allocate(
+    deployment: Deployment, plan: SplicePlan, vllm_config: Any, device: torch.device
+) -> Buffers:
+    config, registry = deployment.config, deployment.registry
+    scheduler = vllm_config.scheduler_config
+    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    buffers = Buffers.allocate(
+        plan,
+        max_tokens=max(scheduler.max_num_batched_tokens, captured),
+        max_requests=scheduler.max_num_seqs,
+        max_entries=config.max_entries,
+        bank_shape=(config.bank_rows, bank_width(config, deployment.shape)),
+        dtype=deployment.dtype,
+        device=device,
+    )
+    rows = registry.rows
+    buffers.bank[: len(rows)].copy_(rows)
+    return buffers

@@ -1,0 +1,210 @@
+"""The ops on CUDA tensors: allocate the output, choose launch parameters, launch.
+
+Arguments are those of the reference. Nothing here waits for the device or reads a
+value from it, so every function can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from eyesplice.ops.kernel_boundary import boundary_kernel
+from eyesplice.ops.kernel_inline import inline_kernel
+from eyesplice.ops.kernel_route import route_kernel
+from eyesplice.ops.layout import WORDS
+
+ROUTE_BLOCK: Final = 1024
+"""Tokens that an instance of the route kernel fills at once."""
+
+LARGE_BATCH: Final = 512
+"""Tokens from which there is work for every multiprocessor with fewer warps a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a row kernel is launched: warps of an instance, and tokens it does."""
+
+    warps: int
+    tokens: int = 1
+
+
+def choose_launch(width: int, num_tokens: int) -> Launch:
+    """Launch parameters for rows of `width` elements.
+
+    A small batch waits for memory: one 16-byte load a thread of each 2-byte row is the
+    shortest wait. A large one needs loads in flight: two such loads a thread.
+    """
+    elements = 8 if num_tokens < LARGE_BATCH else 16
+    return Launch(warps=min(max(_block(width) // (32 * elements), 1), 16))
+
+
+def boundary_(
+    stream: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    weight_offset: float,
+    eps: float,
+    row_of_token: Tensor,
+    select: Tensor,
+    program: Tensor,
+    bank: Tensor,
+    *,
+    round_before_weight: bool = False,
+    launch: Launch | None = None,
+) -> Tensor:
+    """`reference.boundary_` in one launch.
+
+    Args:
+        stream, branch: rows may be apart, elements of a row may not.
+        weight, weight_offset, eps, row_of_token, select, program, bank: as there.
+        round_before_weight: round the normed value to the weight's dtype before the
+            product, as eager torch does. Inductor leaves that rounding out.
+        launch: launch parameters; chosen from the shape if None.
+
+    Raises:
+        ValueError: a layout that the kernel cannot read.
+    """
+    num_tokens, hidden_size = stream.shape
+    _check_rows("stream", stream)
+    if branch is not None:
+        _check_rows("branch", branch)
+    _check_rows("weight", weight)
+    _check_tables(num_tokens, hidden_size, row_of_token, select, program, bank)
+    normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return normed
+    launch = launch or choose_launch(hidden_size, num_tokens)
+    boundary_kernel[(-(-num_tokens // launch.tokens),)](
+        stream,
+        branch,
+        weight,
+        normed,
+        row_of_token,
+        select,
+        program,
+        bank,
+        weight_offset,
+        eps,
+        num_tokens,
+        stream.stride(0),
+        0 if branch is None else branch.stride(0),
+        program.stride(0),
+        bank.stride(0),
+        H=hidden_size,
+        BLOCK=_block(hidden_size),
+        TOKENS=launch.tokens,
+        HAS_BRANCH=branch is not None,
+        ROUND_BEFORE_WEIGHT=round_before_weight,
+        num_warps=launch.warps,
+    )
+    return normed
+
+
+def inline_(
+    value: Tensor,
+    stage: int,
+    row_of_token: Tensor,
+    select: Tensor,
+    program: Tensor,
+    bank: Tensor,
+) -> None:
+    """`reference.inline_` in one launch.
+
+    Raises:
+        ValueError: a layout that the kernel cannot read.
+    """
+    num_tokens, width = value.shape
+    _check_rows("value", value)
+    _check_tables(num_tokens, width, row_of_token, select, program, bank)
+    if num_tokens == 0:
+        return
+    inline_kernel[(num_tokens,)](
+        value,
+        row_of_token,
+        select,
+        program,
+        bank,
+        value.stride(0),
+        program.stride(0),
+        bank.stride(0),
+        W=width,
+        BLOCK=_block(width),
+        STAGE=int(stage),
+        num_warps=choose_launch(width, num_tokens).warps,
+    )
+
+
+def route_(
+    row_of_token: Tensor,
+    select: Tensor,
+    request_row: Tensor,
+    prompt_len: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    clauses: Tensor,
+    num_requests: int,
+    extent: int,
+) -> None:
+    """`reference.route_` in one launch.
+
+    Raises:
+        ValueError: a layout that the kernel cannot read.
+    """
+    maps = {"row_of_token": row_of_token, "select": select}
+    lists = {"request_row": request_row, "prompt_len": prompt_len}
+    more = {"query_start_loc": query_start_loc, "positions": positions}
+    for name, tensor in (maps | lists | more).items():
+        _check_rows(name, tensor)
+    if not clauses[0].is_contiguous():
+        raise ValueError(f"clauses of a row must be contiguous: {clauses.stride()}")
+    if extent > min(row_of_token.numel(), select.numel()):
+        raise ValueError(
+            f"extent {extent} is more than the {row_of_token.numel()} maps"
+        )
+    route_kernel[(num_requests + 1,)](
+        row_of_token,
+        select,
+        request_row,
+        prompt_len,
+        query_start_loc,
+        positions,
+        clauses,
+        num_requests,
+        extent,
+        clauses.stride(0),
+        BLOCK=ROUTE_BLOCK,
+        num_warps=4,
+    )
+
+
+@lru_cache
+def _block(width: int) -> int:
+    """The power of two that covers a row: what a Triton range can count to."""
+    return 1 << (width - 1).bit_length()
+
+
+def _check_rows(name: str, tensor: Tensor) -> None:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}: rows must be contiguous, strides {tensor.stride()}")
+
+
+def _check_tables(
+    num_tokens: int,
+    width: int,
+    row_of_token: Tensor,
+    select: Tensor,
+    program: Tensor,
+    bank: Tensor,
+) -> None:
+    _check_rows("row_of_token", row_of_token)
+    _check_rows("select", select)
+    _check_rows("bank", bank)
+    if min(row_of_token.numel(), select.numel()) < num_tokens:
+        raise ValueError(f"{row_of_token.numel()} map entries for {num_tokens} tokens")
+    if program.stride()[1:] != (WORDS, 1):
+        raise ValueError(f"program: slots must be contiguous, {program.stride()}")
+    if bank.shape[1] < width:
+        raise ValueError(f"bank rows of {bank.shape[1]} are less than {width} wide")

@@ -1,0 +1,236 @@
+import dataclasses
+
+import pytest
+import torch
+
+from eyesplice.ops import launch
+from eyesplice.ops.inputs import (
+    Entry,
+    guarded,
+    pack_programs,
+    poisoned,
+    random_case,
+)
+from eyesplice.ops.layout import Opcode, Stage
+from tests.kernels import ruler
+
+ON_GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# The interpreter takes some 20 ms a token: there every size is met once.
+SIZES = (
+    [(t, h) for h in (576, 1536, 4096, 8192) for t in (1, 63, 100, 2000)]
+    if ON_GPU
+    else [(1, 576), (63, 576), (100, 1536), (7, 4096), (7, 8192)]
+)
+
+
+def run(case, **options):
+    """(h, y) of the kernel, with the written tensor guarded."""
+    stream = guarded(case.stream)
+    normed = launch.boundary_(
+        stream.tensor,
+        case.branch,
+        case.weight,
+        case.weight_offset,
+        case.eps,
+        *case.tables,
+        **options,
+    )
+    assert stream.intact()
+    assert normed.dtype == case.stream.dtype
+    assert normed.is_contiguous()
+    return stream.tensor, normed
+
+
+def check(case, roundings=1, **options):
+    expected = ruler.boundary(case)
+    low_stream, low_normed = ruler.reference_boundary(case)
+    stream, normed = run(case, **options)
+    ruler.assert_within("stream", stream, expected.stream, low_stream)
+    ruler.assert_within("normed", normed, expected.normed, low_normed, roundings)
+
+
+def same_bits(a, b):
+    """Equality that tells zeros apart and takes a NaN for itself."""
+    return torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "hidden_size"), SIZES)
+def test_sizes(num_tokens, hidden_size, dtype, device):
+    check(random_case(num_tokens, hidden_size, dtype, seed=1, device=device))
+
+
+def test_many_tokens(device):
+    check(random_case(2000, 48, torch.bfloat16, device=device, per_stage=1))
+
+
+OPTIONS = {
+    "fp32 weight": {"weight_dtype": torch.float32},
+    "gemma": {"weight_offset": 1.0},
+    "no branch": {"has_branch": False},
+    "bank wider": {"extra_width": 64},
+    "width not a multiple of 16": {"width": 90},
+    "no entries": {"per_stage": 0},
+    "eight entries a stage": {"per_stage": 8, "max_gain": 0.1},
+    "every token active": {"num_programs": 0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, dtype, device):
+    options = {"width": 576, "seed": 2, "device": device, **OPTIONS[name]}
+    if name == "every token active":
+        case = random_case(17, dtype=dtype, **(options | {"num_programs": 5}))
+        case.row_of_token[:17] = 4
+    else:
+        case = random_case(17, dtype=dtype, **options)
+    check(case)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("warps", [1, 4, 16])
+def test_launch_parameters(warps, tokens, device):
+    case = random_case(19, 576, torch.bfloat16, seed=3, device=device)
+    check(case, launch=launch.Launch(warps, tokens))
+
+
+def test_round_before_weight(device):
+    case = random_case(19, 576, torch.bfloat16, seed=4, device=device, per_stage=0)
+    check(case, roundings=2, round_before_weight=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_idle_tokens_keep_the_bits_of_an_idle_batch(dtype, device):
+    case = random_case(30, 576, dtype, seed=5, device=device)
+    idle = dataclasses.replace(case, row_of_token=torch.zeros_like(case.row_of_token))
+    at = case.row_of_token[:30] == 0
+    for mixed, alone in zip(run(case), run(idle), strict=True):
+        assert same_bits(mixed[at], alone[at])
+        assert not same_bits(mixed[~at], alone[~at])
+
+
+def test_a_poisoned_token_stays_alone(device):
+    case = random_case(30, 576, torch.bfloat16, seed=6, device=device)
+    clean = run(case)
+    case.stream[12] = torch.nan
+    for value, expected in zip(run(case), clean, strict=True):
+        at = torch.arange(30, device=device) != 12
+        assert value[12].isnan().all()
+        assert same_bits(value[at], expected[at])
+
+
+def test_first_norm_leaves_an_idle_stream_alone(device):
+    case = random_case(4, 576, torch.bfloat16, has_branch=False, device=device)
+    case.row_of_token.zero_()
+    case.stream[0] = -0.0
+    assert same_bits(run(case)[0], case.stream)
+
+
+def test_clause_of_bit_31(device):
+    entries = [Entry(Opcode.ADD, Stage.STREAM, 1, clause_mask=-(2**31), gain=2.0)]
+    case = random_case(2, 576, torch.float32, device=device, num_programs=1)
+    case = dataclasses.replace(
+        case,
+        programs=(tuple(entries),),
+        program=pack_programs([entries], 3).to(device),
+    )
+    case.row_of_token[:2] = 1
+    case.select[:2] = torch.tensor([2**31 - 1, -(2**31)])
+    stream, _ = run(case)
+    plain = case.stream + case.branch
+    assert same_bits(stream[0], plain[0])
+    torch.testing.assert_close(stream[1], plain[1] + 2 * case.bank[1])
+    check(case)
+
+
+def test_offsets_beyond_int32(device):
+    """A bank of 4 GiB, of which two rows are ever touched."""
+    width = 64
+    far = 2**31 // width + 3
+    case = random_case(3, width, torch.bfloat16, device=device, num_programs=1)
+    entries = [
+        Entry(Opcode.ADD, Stage.STREAM, far),
+        Entry(Opcode.RANK1, Stage.NORMED, far, v=far, in_scale=0.1),
+    ]
+    bank = torch.empty(far + 1, width, dtype=torch.bfloat16, device=device)
+    bank[far] = torch.linspace(-1, 1, width)
+    case = dataclasses.replace(
+        case,
+        bank=bank,
+        programs=(tuple(entries),),
+        program=pack_programs([entries], 2).to(device),
+    )
+    case.row_of_token[:3] = 1
+    check(case)
+
+
+def test_rows_apart_are_handled(device):
+    case = random_case(9, 576, torch.bfloat16, seed=7, device=device)
+    wide = poisoned((9, 640), torch.bfloat16, device)
+    wide[:, :576] = case.stream
+    branch = torch.cat([case.branch, case.branch], dim=1)[:, :576]
+    normed = launch.boundary_(
+        wide[:, :576], branch, case.weight, 0.0, case.eps, *case.tables
+    )
+    stream, expected = run(case)
+    assert same_bits(wide[:, :576], stream)
+    assert same_bits(normed, expected)
+    assert wide[:, 576:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["stream", "branch", "weight", "bank", "program"])
+def test_elements_apart_are_refused(name, device):
+    case = random_case(4, 32, torch.bfloat16, device=device)
+    tensor = getattr(case, name)
+    apart = torch.stack([tensor, tensor], dim=-1)[..., 0]
+    case = dataclasses.replace(case, **{name: apart})
+    with pytest.raises(ValueError, match=name):
+        launch.boundary_(
+            case.stream, case.branch, case.weight, 0.0, case.eps, *case.tables
+        )
+
+
+def test_maps_too_short_and_bank_too_narrow_are_refused(device):
+    case = random_case(4, 32, torch.bfloat16, device=device)
+    maps, select, program, bank = case.tables
+    args = (case.stream, case.branch, case.weight, 0.0, case.eps)
+    with pytest.raises(ValueError, match="4 tokens"):
+        launch.boundary_(*args, maps[:3], select, program, bank)
+    with pytest.raises(ValueError, match="32 wide"):
+        launch.boundary_(*args, maps, select, program, bank[:, :31])
+
+
+def test_no_tokens(device):
+    case = random_case(0, 576, torch.bfloat16, device=device)
+    stream, normed = run(case)
+    assert stream.shape == normed.shape == (0, 576)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_captured_launch_reads_the_tables_at_replay():
+    case = random_case(8, 576, torch.bfloat16, seed=8, device="cuda")
+    program = case.program.clone()
+    expected = run(case)
+    stream = case.stream.clone()
+    case.program.zero_()
+
+    def call():
+        return torch.ops.eyesplice.boundary_(
+            stream, case.branch, case.weight, 0.0, case.eps, *case.tables
+        )
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        normed = call()
+    case.program.copy_(program)
+    stream.copy_(case.stream)
+    graph.replay()
+    assert same_bits(stream, expected[0])
+    assert same_bits(normed, expected[1])
