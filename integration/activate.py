@@ -70,7 +70,10 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             "False: dual-batch overlap splits the tokens of a step",
             "switch it off",
         )
-    if vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu":
+    if (
+        vllm_config.lora_config is not None
+        and vllm_config.device_config.device_type == "cpu"
+    ):
         raise SpecError(
             "LoRA on CPU",
             True,

@@ -63,10 +63,14 @@ def anchor_layers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:
         if not tables:
             continue
         for name in SHARED_TENSORS:
-            layer.register_buffer(_PREFIX + name, getattr(buffers, name), persistent=False)
+            layer.register_buffer(
+                _PREFIX + name, getattr(buffers, name), persistent=False
+            )
         for place, table in enumerate(tables):
             program = buffers.program[buffers.index[table]]
-            layer.register_buffer(f"{_PREFIX}program_{place}", program, persistent=False)
+            layer.register_buffer(
+                f"{_PREFIX}program_{place}", program, persistent=False
+            )
         layer.eyesplice_layer = number  # type: ignore[assignment]
         layer.eyesplice_programs = len(tables)  # type: ignore[assignment]
         layer.register_forward_pre_hook(_anchor)
@@ -74,9 +78,11 @@ def anchor_layers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:
 
 def _anchor(layer: Any, args: Any) -> None:
     # Dynamo traces this: plain attribute reads only.
-    tensors = [layer.eyesplice_row_of_token, layer.eyesplice_select, layer.eyesplice_bank]
+    tensors = [
+        layer.eyesplice_row_of_token,
+        layer.eyesplice_select,
+        layer.eyesplice_bank,
+    ]
     for place in range(layer.eyesplice_programs):
         tensors.append(getattr(layer, f"eyesplice_program_{place}"))
     contracts.anchor(tensors, layer.eyesplice_layer)
-
-

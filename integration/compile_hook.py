@@ -1,8 +1,8 @@
 """Runs the splice where each compilation mode shows the whole Dynamo graph.
 
-    VLLM_COMPILE (GPU default)     VllmBackend.__call__, before the split into pieces
-    DYNAMO_TRACE_ONCE + Inductor   Inductor's pre_grad_custom_pass
-    DYNAMO_TRACE_ONCE + "eager"    a Dynamo backend of our own in its place
+VLLM_COMPILE (GPU default)     VllmBackend.__call__, before the split into pieces
+DYNAMO_TRACE_ONCE + Inductor   Inductor's pre_grad_custom_pass
+DYNAMO_TRACE_ONCE + "eager"    a Dynamo backend of our own in its place
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,10 @@ def _wrap_vllm_backend() -> None:
 
 
 def _vllm_backend_call(
-    original: Callable[..., Any], self: Any, graph: fx.GraphModule, inputs: Sequence[Any]
+    original: Callable[..., Any],
+    self: Any,
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
 ) -> Any:
     if switched_on(self.vllm_config) is not None and not self.is_encoder:
         current_session().splice(graph)

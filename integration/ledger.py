@@ -88,6 +88,13 @@ COMPILED_BASE: Final = PrivateName(
     versions="0.25.1 and 0.32.0; a base that @support_torch_compile adds",
     when_gone="look for the decorator's new mark on the class",
 )
+ATTENTION_OPS: Final = PrivateName(
+    "vllm.config.compilation",
+    "CompilationConfig._attention_ops",
+    why="read: names of the ops that mix tokens, which separate a layer's boundaries",
+    versions="0.25.1 and 0.32.0; a list of qualified names",
+    when_gone="use compilation_config.splitting_ops, empty in some modes",
+)
 INDUCTOR_PASS: Final = PrivateName(
     "vllm.compilation.passes.inductor_pass",
     "InductorPass",

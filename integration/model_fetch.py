@@ -34,7 +34,7 @@ MODEL_FILES: Final = (
 
 _CHUNK: Final = 1 << 20
 _OFFLINE_REMEDY: Final = (
-    "check the network and pip's settings, or pass a model folder of your own"
+    "check the network and that python -m pip works, or pass a model folder of your own"
 )
 
 

@@ -14,6 +14,7 @@ class PreGradSplice(ledger.INDUCTOR_PASS.get()):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph) -> None:
         """Splice the graph in place."""
+        assert graph.owning_module is not None
         current_session().splice(graph.owning_module)
         _without_inplace_norms(graph)
 

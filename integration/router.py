@@ -5,7 +5,7 @@ With no steered request in the engine and clean maps it does nothing at all.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from eyesplice.fx_passes.program import Program
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.programs import ProgramRows, to_device
 from eyesplice.ops import contracts
+
+_ALIGN: Final = 64
+"""Both rows of a copied list start on a 16-byte boundary, as Triton's kernels assume."""
 
 
 class Router:
@@ -93,6 +96,23 @@ class Router:
         )
         self._dirty_tokens = num_tokens
 
+    def warm_up(self) -> None:
+        """Compile what a first steered step would have to wait for."""
+        device = self._buffers.row_of_token.device
+        self._set_batch([""])
+        assert self._request_row is not None and self._prompt_len is not None
+        contracts.route_(
+            self._buffers.row_of_token,
+            self._buffers.select,
+            self._request_row,
+            self._prompt_len,
+            torch.zeros(4, dtype=torch.int32, device=device),
+            torch.zeros(4, dtype=torch.int64, device=device),
+            self._buffers.clauses,
+            1,
+            0,
+        )
+
     def clear(self) -> None:
         """Make every token idle, if the last step left one that is not."""
         if self._dirty_tokens:
@@ -103,11 +123,13 @@ class Router:
     def _set_batch(self, batch: list[str]) -> None:
         active = [self._active.get(request) for request in batch]
         rows = self._programs.place(digest for digest, _ in _present(active))
-        per_request = torch.tensor(
-            [(rows[a[0]], a[1]) if a else (0, 0) for a in active], dtype=torch.int32
+        per_request = torch.zeros(
+            2, -(-len(batch) // _ALIGN) * _ALIGN, dtype=torch.int32
         )
-        device = self._buffers.row_of_token.device
-        moved = to_device(per_request.T.contiguous(), device)
+        per_request[:, : len(batch)] = torch.tensor(
+            [(rows[a[0]], a[1]) if a else (0, 0) for a in active], dtype=torch.int32
+        ).T
+        moved = to_device(per_request, self._buffers.row_of_token.device)
         self._request_row, self._prompt_len = moved[0], moved[1]
         self._batch = batch
 

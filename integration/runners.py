@@ -1,7 +1,7 @@
 """Connects the router to vLLM's two model runners, on the instance.
 
-    V1    _update_states -> begin/end    _prepare_inputs -> step    _dummy_run -> clear
-    V2    finish_requests, add_requests -> end/begin    prepare_inputs -> step
+V1    _update_states -> begin/end    _prepare_inputs -> step    _dummy_run -> clear
+V2    finish_requests, add_requests -> end/begin    prepare_inputs -> step
 """
 
 from collections.abc import Callable
@@ -63,7 +63,11 @@ class RunnerHooks:
         return original(scheduler_output)
 
     def _v1_prepare_inputs(
-        self, original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any
+        self,
+        original: Callable[..., Any],
+        runner: Any,
+        scheduler_output: Any,
+        *args: Any,
     ) -> Any:
         result = original(scheduler_output, *args)
         batch = runner.input_batch

@@ -20,6 +20,8 @@ class Session:
         deployment: configuration, sizes and vectors.
         plan: what the pass is asked for.
         report: the site table, None before the model is compiled.
+        pass_ran: whether the pass edited a graph in this process; a warm start loads
+            an edited one.
         before, after: the graph as text around the splice, when `keep_graphs`.
     """
 
@@ -27,7 +29,8 @@ class Session:
         self.deployment = deployment
         self.plan = plan
         self.report: SpliceReport | None = None
-        self.keep_graphs = False
+        self.pass_ran = False
+        self.keep_graphs = _keep_graphs
         self._unspliced = False
         self.before = ""
         self.after = ""
@@ -49,6 +52,7 @@ class Session:
                 self._unspliced = True
             return
         module.recompile()
+        self.pass_ran = True
         if self.keep_graphs:
             self.before = before
             self.after = module.print_readable(print_output=False)
@@ -65,7 +69,9 @@ class Session:
 
     def _refuse_missing(self, report: SpliceReport) -> None:
         missing = report.missing
-        if missing and (self.deployment.config.explicit_sites or len(missing) == len(report.rows)):
+        if missing and (
+            self.deployment.config.explicit_sites or len(missing) == len(report.rows)
+        ):
             row = missing[0]
             raise SpecError(
                 "site",
@@ -96,6 +102,13 @@ class Session:
 
 
 _current: Session | None = None
+_keep_graphs = False
+
+
+def keep_graphs() -> None:
+    """Make the sessions opened from now on keep their graphs as text."""
+    global _keep_graphs
+    _keep_graphs = True
 
 
 def open_session(session: Session) -> None:

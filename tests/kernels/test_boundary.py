@@ -65,7 +65,9 @@ def test_sizes(num_tokens, hidden_size, dtype, device):
 
 
 def test_many_tokens(device):
-    check(random_case(2000, 48, torch.bfloat16, device=device, per_stage=1))
+    case = random_case(2000, 48, torch.bfloat16, device=device)
+    case.row_of_token[100:1900] = 0
+    check(case)
 
 
 OPTIONS = {

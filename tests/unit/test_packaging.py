@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ops", "fx_passes", "integration")
 ASSETS = (".json", ".safetensors")
+ENGINE = {"fastapi", "prometheus_client", "starlette", "torch", "transformers"}
+ENGINE |= {"triton", "vllm"}
 ENTRY_POINTS = {
     "vllm.general_plugins": "eyesplice.integration.plugin:register",
     "console_scripts": "eyesplice.integration.cli.main:app",
@@ -65,6 +67,17 @@ def files_on_disk() -> dict[str, Path]:
             ):
                 files[f"eyesplice/{path.relative_to(ROOT).as_posix()}"] = path
     return files
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level names that a file imports, at its head or later."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -183,6 +196,19 @@ def test_an_editable_install_follows_the_source(source: Path, tmp_path: Path) ->
     (source / "fx_passes" / "added.py").write_text("here = True\n")
     code = "from eyesplice.fx_passes.added import here; assert here"
     run(python, "-I", "-c", code, cwd=tmp_path)
+
+
+def test_each_import_is_declared_or_comes_with_the_engine() -> None:
+    declared = {
+        Requirement(line).name
+        for line in lines("options", "install_requires")
+        + lines("options.extras_require", "demo")
+    }
+    known = (declared - {"pyyaml"}) | {"yaml"} | ENGINE | sys.stdlib_module_names
+    for name, path in files_on_disk().items():
+        if path.suffix == ".py":
+            unknown = imported(path) - known - {"eyesplice"}
+            assert not unknown, f"{name} imports {unknown}, which setup.cfg lacks"
 
 
 def test_the_cpu_extra_is_what_the_cpu_engine_asks_for() -> None:

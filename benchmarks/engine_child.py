@@ -1,0 +1,141 @@
+"""One vLLM engine in a process of its own, driven by JSON lines on stdin.
+
+The parent (`benchmarks/engines.py`) starts one for vanilla vLLM and one with eyesplice,
+both on one GPU, and alternates between them: paired measurements in one run.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def main() -> None:
+    """Start the engine named by the first line, then answer each further line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to stdout: keep the answers apart from it.
+    arguments = json.loads(sys.stdin.readline())
+    start = time.perf_counter()
+    from vllm import LLM
+
+    llm = LLM(**arguments)
+    ready = {"seconds": time.perf_counter() - start, **describe(llm)}
+    print(json.dumps(ready), file=answers, flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        kind = command.pop("kind")
+        result = {"generate": generate, "decode": decode}[kind](llm, **command)
+        print(json.dumps(result), file=answers, flush=True)
+
+
+def describe(llm: Any) -> dict[str, Any]:
+    """What the engine is: versions, runner, CUDA graph mode, splice counts, memory."""
+    import torch
+    import vllm
+
+    config = llm.llm_engine.vllm_config
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    session = getattr(worker, "eyesplice", None)
+    report = session.require_report() if session else None
+    on_gpu = torch.cuda.is_available()
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "runner": type(worker.model_runner).__module__,
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        "mode": str(config.compilation_config.mode),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "boundary_ops": report.num_boundary_ops if report else 0,
+        "inline_ops": report.num_inline_ops if report else 0,
+        "missing_sites": len(report.missing) if report else 0,
+        "pass_ran": bool(session and session.pass_ran),
+        "table_bytes": worker.eyesplice_buffers.num_bytes() if session else 0,
+        "compile_seconds": config.compilation_config.compilation_time,
+    }
+
+
+def generate(
+    llm: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    extra_args: list[dict[str, Any] | None],
+    logprobs: int | None = None,
+) -> Any:
+    """Greedy tokens of each prompt, with the chosen tokens' logprobs if asked for."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args=extra,
+        )
+        for extra in extra_args
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = [out.outputs[0] for out in llm.generate(inputs, params, use_tqdm=False)]
+    chosen = [
+        [
+            row[token].logprob
+            for row, token in zip(out.logprobs, out.token_ids, strict=True)
+        ]
+        if out.logprobs
+        else []
+        for out in outputs
+    ]
+    tokens = [list(out.token_ids) for out in outputs]
+    return {"tokens": tokens, "logprobs": chosen}
+
+
+def decode(
+    llm: Any,
+    batch: int,
+    prompt_tokens: int,
+    steps: int,
+    extra_args: list[dict[str, Any] | None],
+    seed: int,
+) -> Any:
+    """Seconds of each decode step of a full batch, by the wall clock.
+
+    Request i runs `extra_args[i % len(extra_args)]`. Steps with a prefill in them and
+    the first few decode steps do not count.
+    """
+    import random
+
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    engine = llm.llm_engine
+    for i in range(batch):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=steps,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra_args[i % len(extra_args)],
+        )
+        prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
+        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+    times: list[float] = []
+    tokens: dict[str, int] = {}
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        outputs = engine.step()
+        elapsed = time.perf_counter() - start
+        for output in outputs:
+            tokens[output.request_id] = len(output.outputs[0].token_ids)
+        everyone = len(tokens) == batch and min(tokens.values()) > 8
+        if everyone and len(outputs) == batch and max(tokens.values()) < steps:
+            times.append(elapsed)
+    return {"seconds": times}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Engines on a GPU: vanilla, spliced cold and spliced warm, for each model runner.
+
+    EYESPLICE_GPU_MODEL=folder python -m pytest tests/gpu
+
+The model is a folder with weights and a `config.json`; the vectors are made here. Every
+engine is a process of its own (`benchmarks/engines.py`); its log and a record of what
+was measured go to EYESPLICE_GPU_OUT.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from engines import EngineProcess
+
+MODEL = os.environ.get("EYESPLICE_GPU_MODEL", "")
+RUNNERS = {"v1": "0", "v2": "1"}
+
+collect_ignore_glob = [] if torch.cuda.is_available() and MODEL else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where logs and the record go."""
+    named = os.environ.get("EYESPLICE_GPU_OUT")
+    folder = Path(named) if named else tmp_path_factory.mktemp("out")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def record(out: Path) -> Iterator[dict[str, Any]]:
+    """What was measured, written to `acceptance.json` at the end."""
+    values: dict[str, Any] = {}
+    yield values
+    (out / "acceptance.json").write_text(json.dumps(values, indent=1, sort_keys=True))
+
+
+@pytest.fixture(scope="session")
+def hidden() -> int:
+    """Width of the model's residual stream."""
+    config = json.loads((Path(MODEL) / "config.json").read_text())
+    return int(config["hidden_size"])
+
+
+@pytest.fixture(scope="session")
+def vectors(tmp_path_factory: pytest.TempPathFactory, hidden: int) -> Path:
+    """A folder of four random vectors, a..d."""
+    folder = tmp_path_factory.mktemp("vectors")
+    generator = torch.Generator().manual_seed(7)
+    for name in "abcd":
+        vector = torch.randn(hidden, generator=generator)
+        save_file({name: vector}, folder / f"{name}.safetensors")
+    return folder
+
+
+class Engines:
+    """The engines of one runner, started when first asked for."""
+
+    def __init__(self, runner: str, vectors: Path, out: Path, cache: Path) -> None:
+        self.runner = runner
+        self._vectors, self._out, self._cache = vectors, out, cache
+        self._running: dict[str, EngineProcess] = {}
+
+    def get(self, kind: str) -> EngineProcess:
+        """The engine "vanilla", "cold" or "warm" (the cold one's compile cache)."""
+        if kind == "warm":
+            self.get("cold")
+        if kind not in self._running:
+            spliced = kind != "vanilla"
+            switch = {"eyesplice": {"vectors": str(self._vectors)}} if spliced else {}
+            self._running[kind] = EngineProcess(
+                f"{self.runner}-{kind}",
+                self._out / f"engine-{self.runner}-{kind}.log",
+                plugin=spliced,
+                env={
+                    "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner],
+                    "VLLM_CACHE_ROOT": str(self._cache / self.runner),
+                },
+                model=MODEL,
+                skip_tokenizer_init=True,
+                max_model_len=2048,
+                max_num_seqs=64,
+                max_num_batched_tokens=256,
+                gpu_memory_utilization=0.15,
+                enable_prefix_caching=True,
+                additional_config=switch,
+                seed=0,
+            ).wait()
+        return self._running[kind]
+
+    def close(self) -> None:
+        """Stop them all."""
+        for engine in self._running.values():
+            engine.close()
+
+
+@pytest.fixture(scope="module", params=list(RUNNERS))
+def engines(
+    request: pytest.FixtureRequest,
+    vectors: Path,
+    out: Path,
+    record: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engines]:
+    """The engines of one runner."""
+    made = Engines(request.param, vectors, out, tmp_path_factory.mktemp("cache"))
+    yield made
+    record[request.param] = record.get(request.param, {}) | {
+        kind: engine.ready for kind, engine in made._running.items()
+    }
+    made.close()
