@@ -117,6 +117,11 @@ def open_session(session: Session) -> None:
     _current = session
 
 
+def is_open() -> bool:
+    """Whether a model has been loaded for a session."""
+    return _current is not None
+
+
 def current_session() -> Session:
     """The session whose model is being compiled."""
     assert _current is not None, "a model is compiled before it was loaded"

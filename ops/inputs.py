@@ -177,7 +177,7 @@ def random_case(
     has_branch: bool = True,
     num_programs: int = 5,
     per_stage: int = 2,
-    max_gain: float = 1.5,
+    max_gain: float = 0.5,
     extra_width: int = 0,
 ) -> Case:
     """Tokens of mixed programs, some idle, in tables whose every unused part is poison.

@@ -53,7 +53,7 @@ def boundary_kernel(
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < H
     p_w = p_weight + o_h
-    # Before the row index: its latency hides behind the one that decides the branch.
+    # First, and used on both paths: then it is in flight before the branch is decided.
     b_w = tl.load(p_w, mask=m_h, other=0.0)
     for k in range(TOKENS):
         t = tl.program_id(0) * TOKENS + k
@@ -84,10 +84,7 @@ def boundary_kernel(
                     b_h, o_h, m_h, p_row, select, end_x, end_h, p_bank, bank_stride
                 )
                 tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
-                # Loaded again: registers held through the programs would cost every
-                # token occupancy.
-                b_v = tl.load(p_w, mask=m_h, other=0.0)
-                b_y = _norm(b_h, b_v, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
+                b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
                 b_y = run_entries(
                     b_y, o_h, m_h, p_row, select, end_h, end_y, p_bank, bank_stride
                 )

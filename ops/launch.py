@@ -20,25 +20,33 @@ ROUTE_BLOCK: Final = 1024
 """Tokens that an instance of the route kernel fills at once."""
 
 LARGE_BATCH: Final = 512
-"""Tokens from which there is work for every multiprocessor with fewer warps a row."""
+"""Tokens from which rows in flight matter more than the wait of one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a row kernel is launched: warps of an instance, and tokens it does."""
+    """How a row kernel is launched.
+
+    `warps` and `tokens` are an instance's; `registers` is the limit of a thread, which
+    decides how many instances share a multiprocessor (None: the compiler's choice).
+    """
 
     warps: int
     tokens: int = 1
+    registers: int | None = None
 
 
 def choose_launch(width: int, num_tokens: int) -> Launch:
     """Launch parameters for rows of `width` elements.
 
     A small batch waits for memory: one 16-byte load a thread of each 2-byte row is the
-    shortest wait. A large one needs loads in flight: two such loads a thread.
+    shortest wait. A large one needs rows in flight, but the loop over entries makes the
+    compiler take 90 registers or more, which idle tokens pay for too; under the limit
+    it spills some 30 bytes instead.
     """
-    elements = 8 if num_tokens < LARGE_BATCH else 16
-    return Launch(warps=min(max(_block(width) // (32 * elements), 1), 16))
+    large = num_tokens >= LARGE_BATCH
+    warps = min(max(_block(width) // (512 if large else 256), 1), 16)
+    return Launch(warps, registers=64 if large else None)
 
 
 def boundary_(
@@ -99,6 +107,7 @@ def boundary_(
         HAS_BRANCH=branch is not None,
         ROUND_BEFORE_WEIGHT=round_before_weight,
         num_warps=launch.warps,
+        maxnreg=launch.registers,
     )
     return normed
 

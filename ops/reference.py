@@ -53,7 +53,8 @@ def boundary_(
     rows, selected = _token_maps(stream, row_of_token, select)
     h = stream.float()
     if branch is not None:
-        x = branch.float()
+        # Only the stream is written: an fp32 branch is not ours to edit.
+        x = branch.float() if rows is None else branch.float().clone()
         _run(x, rows, selected, program, bank, Stage.BRANCH)
         h = h + x
     elif rows is not None:

@@ -31,7 +31,7 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -159,7 +159,7 @@ class Subject:
         return torch.stack(streams).mean(dim=0)
 
     def streams(self, text: str) -> Tensor:
-        """The stream leaving every layer for one text: fp32 `[layers, tokens, hidden]`."""
+        """The stream leaving every layer: fp32 `[layers, tokens, hidden]`."""
         rows: list[Tensor] = []
 
         def keep(h: Tensor) -> Tensor:
@@ -215,16 +215,17 @@ def common_subspace(streams: Sequence[Tensor], rank: int) -> Tensor:
     rest = torch.cat([h[:, 1:] for h in streams], dim=1).mean(dim=1)
     means = torch.cat([first, rest])
     means = means / means.norm(dim=-1, keepdim=True)
-    _, _, basis = torch.linalg.svd(means, full_matrices=False)
+    basis: Tensor = torch.linalg.svd(means, full_matrices=False)[2]
     return basis[:rank]
 
 
 def direction(subject: Subject, layer: int, plain: Sequence[Tensor]) -> Tensor:
     """The sentiment direction v of this module's docstring: fp32 `[hidden]`."""
-    d = subject.last_token_mean(POSITIVE, layer)
-    d = d - subject.last_token_mean(NEGATIVE, layer)
-    common = common_subspace(plain, COMMON_RANK)
-    return d - common.T @ (common @ d)
+    mean = subject.last_token_mean
+    d = mean(POSITIVE, layer) - mean(NEGATIVE, layer)
+    b = common_subspace(plain, COMMON_RANK)
+    shared: Tensor = b.T @ (b @ d)
+    return d - shared
 
 
 def variants(v: Tensor, layer: int, num_layers: int) -> tuple[Variant, ...]:
@@ -232,7 +233,8 @@ def variants(v: Tensor, layer: int, num_layers: int) -> tuple[Variant, ...]:
     unit = v / v.norm()
 
     def ablate(h: Tensor) -> Tensor:
-        return h - (h @ unit)[..., None] * unit
+        projected: Tensor = (h @ unit)[..., None] * unit
+        return h - projected
 
     return (
         Variant("plain", (), lambda h: h),
@@ -272,7 +274,8 @@ def save(v: Tensor, facts: dict[str, Any], folder: Path) -> None:
     """Write the tensor, with the passport's main facts as metadata, to `folder`."""
     keys = ("model", "layer", "submodule", "recipe", "norm")
     metadata = {key: str(facts[key]) for key in keys}
-    save_file({"sentiment": v}, folder / str(facts["file"]), metadata=metadata)
+    path = folder / str(facts["file"])
+    path.write_bytes(serialize({"sentiment": v}, metadata=metadata))
 
 
 def mean_scores(subject: Subject, runs: Sequence[Variant]) -> dict[str, float]:
@@ -293,9 +296,7 @@ def demo(subject: Subject, runs: Sequence[Variant]) -> dict[str, Any]:
     prompt = subject.tokenizer.apply_chat_template(
         chat, tokenize=False, add_generation_prompt=True
     )
-    texts = {
-        run.name: subject.continuations([prompt], run, DEMO_TOKENS)[0] for run in runs
-    }
+    texts = {r.name: subject.continuations([prompt], r, DEMO_TOKENS)[0] for r in runs}
     return {
         "prompt": DEMO_PROMPT,
         "chat_template": True,
@@ -339,8 +340,8 @@ def main() -> None:
     facts["vader_means"] = mean_scores(subject, runs)
     facts["demo"] = demo(subject, runs)
     save(v, facts, arguments.output)
-    text = json.dumps(facts, indent=2, ensure_ascii=False)
-    (arguments.output / "sentiment.json").write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+    (arguments.output / "sentiment.json").write_text(text, encoding="utf-8")
     show(facts, console)
 
 

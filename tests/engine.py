@@ -81,6 +81,7 @@ class Engine:
         register()
         from vllm import LLM
 
+        _inspect_models_here()
         self.model = model
         self.llm = LLM(str(model), **{**_OPTIONS, **options})
 
@@ -98,7 +99,21 @@ class Engine:
     @property
     def scheduler(self) -> Any:
         """vLLM's scheduler."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler
+        return self._core.scheduler
+
+    @property
+    def router(self) -> Any:
+        """What routes steps to programs, in the worker."""
+        return self._core.model_executor.driver_worker.worker.eyesplice_router
+
+    @property
+    def report(self) -> Any:
+        """The site table that the worker holds."""
+        return self._core.model_executor.driver_worker.worker.eyesplice.report
+
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
 
     @contextmanager
     def steps(self) -> Iterator[list[Any]]:
@@ -122,6 +137,13 @@ class Engine:
         del self.llm
 
 
+def _inspect_models_here() -> None:
+    """Spare a process of seconds per architecture, which protects a GPU's start only."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 @contextmanager
 def engine(
     model: Path, eyesplice: Mapping[str, object] | None = None, **options: Any
@@ -141,13 +163,9 @@ def engine(
     finally:
         running.close()
         del running
-        _tidy_up()
-
-
-def _tidy_up() -> None:
-    torch.compiler.reset()
-    gc.unfreeze()
-    gc.collect()
+        # vLLM freezes what lives when an engine starts.
+        gc.unfreeze()
+        gc.collect()
 
 
 def _sampling_params(ask: Ask) -> Any:

@@ -54,19 +54,18 @@ def longest(model: str) -> int:
 
 def in_one_line(error: BaseException) -> str:
     """The message that a user can act on: a refusal's own, else the error's."""
-    chain = list(_causes(error))
-    for cause in chain:
+    for cause in _causes(error):
         if isinstance(cause, SpecError):
             return str(cause)
-    text = str(chain[-1] if isinstance(error, RuntimeError) else error).strip()
-    return f"{type(error).__name__}: {' '.join(text.split())}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from or while handling, nearest first."""
+    """The error and what it came from, nearest first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
+        # Dynamo wraps what a backend raises.
         inner = getattr(error, "inner_exception", None)
         error = inner or error.__cause__ or error.__context__

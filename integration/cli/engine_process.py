@@ -13,8 +13,6 @@ from typing import Any
 
 from eyesplice.integration.cli.jobs import InspectJob, from_json
 
-PLUGIN = "eyesplice.integration.plugin"
-
 
 def main(result: Path) -> int:
     """Do the job on stdin; returns the exit status."""

@@ -2,11 +2,12 @@
 
 import sys
 import time
-from typing import Any
+from typing import Any, Final
 
 from eyesplice.integration.cli.engine_options import engine_options, on_cpu
-from eyesplice.integration.cli.engine_process import PLUGIN
 from eyesplice.integration.cli.jobs import GenerateJob
+
+_PLUGIN: Final = "eyesplice.integration.plugin"
 
 
 def generate(job: GenerateJob, found: dict[str, Any]) -> None:
@@ -30,13 +31,16 @@ def generate(job: GenerateJob, found: dict[str, Any]) -> None:
     found["dtype"] = "float32" if on_cpu() else "bfloat16"
     engine = vllm.LLM(**engine_options(job.model), **options, dtype=found["dtype"])
     found["start_seconds"] = time.monotonic() - began
-    outputs = engine.generate(
-        [job.prompt] * len(job.requests),
-        [_parameters(vllm.SamplingParams, job, request) for request in job.requests],
-        use_tqdm=False,
-    )
+    parameters = [_parameters(vllm.SamplingParams, job, r) for r in job.requests]
+    if job.chat:
+        prompts: list[Any] = [[{"role": "user", "content": job.prompt}]]
+        serve = engine.chat
+    else:
+        prompts = [job.prompt]
+        serve = engine.generate
+    outputs = serve(prompts * len(parameters), parameters, use_tqdm=False)
     found["outputs"] = [_plain(output.outputs[0]) for output in outputs]
-    found["spliced"] = PLUGIN in sys.modules
+    found["spliced"] = _PLUGIN in sys.modules
     if job.vectors is not None:
         from eyesplice.integration.cli.inspect_engine import describe
         from eyesplice.integration.session import current_session

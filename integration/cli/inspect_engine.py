@@ -88,8 +88,9 @@ def _dump_graphs(before: str, after: str, folder: Path) -> None:
     names = ("graph_before.py", "graph_after.py")
     (folder / names[0]).write_text(before)
     (folder / names[1]).write_text(after)
-    lines = (text.splitlines(keepends=True) for text in (before, after))
-    (folder / "graph.diff").writelines(difflib.unified_diff(*lines, *names))
+    old, new = (text.splitlines(keepends=True) for text in (before, after))
+    diff = difflib.unified_diff(old, new, *names)
+    (folder / "graph.diff").write_text("".join(diff))
 
 
 @contextmanager
@@ -100,6 +101,8 @@ def _compiled_code(dump: str | None, options: dict[str, Any]) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory(prefix="eyesplice-") as scratch:
         compilation = options.setdefault("compilation_config", {})
+        # Without its compiler vLLM does not make the folder that it writes to.
+        (Path(scratch) / "rank_0_dp_0").mkdir()
         compilation["debug_dump_path"] = scratch
         yield
         folder = Path(dump) / "compiled"

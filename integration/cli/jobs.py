@@ -25,11 +25,12 @@ class InspectJob:
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """Continue one prompt greedily, once for each request, in one batch.
+    """Answer one prompt greedily, once for each request, in one batch.
 
     Attributes:
         model: a folder with weights and a tokenizer.
         prompt: the text to continue.
+        chat: whether the prompt is a user's message, put into the chat template.
         requests: the `eyesplice` object of each request, None to name nothing.
         max_tokens: tokens per request at most.
         vectors: folder of steering vectors; None runs vLLM without eyesplice.
@@ -38,6 +39,7 @@ class GenerateJob:
     kind: ClassVar[str] = "generate"
     model: str
     prompt: str
+    chat: bool
     requests: tuple[dict[str, Any] | None, ...]
     max_tokens: int
     vectors: str | None

