@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
@@ -31,6 +32,8 @@ def prepare_worker(worker: Any, vllm_config: Any) -> None:
     if switched_on(vllm_config) is None:
         return
     _after(worker, "load_model", lambda: attach(worker, vllm_config))
+    for compiling in ("determine_available_memory", "compile_or_warm_up_model"):
+        _unwrap_refusals(worker, compiling)
     _after(
         worker, "compile_or_warm_up_model", lambda: worker.eyesplice.require_report()
     )
@@ -45,6 +48,28 @@ def _after(worker: Any, method: str, then: Callable[[], object]) -> None:
         return result
 
     setattr(worker, method, wrapper)
+
+
+def _unwrap_refusals(worker: Any, method: str) -> None:
+    """Let a refusal of the pass reach the user bare of the compiler's error around it."""
+    original = getattr(worker, method)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            refusal = _refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from None
+
+    setattr(worker, method, wrapper)
+
+
+def _refusal(error: BaseException | None) -> SpecError | None:
+    while error is not None and not isinstance(error, SpecError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error
 
 
 def attach(worker: Any, vllm_config: Any) -> None:

@@ -5,6 +5,7 @@ is spliced is the same, and a start takes seconds.
 """
 
 import gc
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,8 +83,11 @@ class Engine:
         from vllm import LLM
 
         _inspect_models_here()
+        _join_process_groups()
         self.model = model
         self.llm = LLM(str(model), **{**_OPTIONS, **options})
+        # It would take the process groups from the other engines of this process.
+        self.llm.llm_engine.engine_core._finalizer.detach()
 
     def ask(self, *asks: Ask) -> list[Answer]:
         """The answers to requests that are handed over together."""
@@ -132,9 +136,11 @@ class Engine:
             del scheduler.schedule
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """Give the engine's memory back."""
         del self.llm
+        # vLLM freezes what lives when an engine starts.
+        gc.unfreeze()
+        gc.collect()
 
 
 def _inspect_models_here() -> None:
@@ -142,6 +148,19 @@ def _inspect_models_here() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
+
+
+def _join_process_groups() -> None:
+    """Make the groups that all engines of this process share, experts' included."""
+    from vllm import distributed
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    if distributed.model_parallel_is_initialized():
+        return
+    with set_current_vllm_config(VllmConfig()):
+        store = Path(tempfile.mkdtemp(prefix="eyesplice-groups-")) / "store"
+        distributed.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        distributed.initialize_model_parallel(backend="gloo")
 
 
 @contextmanager
@@ -162,10 +181,6 @@ def engine(
         yield running
     finally:
         running.close()
-        del running
-        # vLLM freezes what lives when an engine starts.
-        gc.unfreeze()
-        gc.collect()
 
 
 def _sampling_params(ask: Ask) -> Any:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from eyesplice._errors import SpecError
 
 KV_CACHE_BYTES: Final = 256 * 2**20
@@ -57,7 +59,13 @@ def in_one_line(error: BaseException) -> str:
     for cause in _causes(error):
         if isinstance(cause, SpecError):
             return str(cause)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {' '.join(_text(error).split())}"
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, ValidationError):
+        return error.errors()[0]["msg"]
+    return str(error)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

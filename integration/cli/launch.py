@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from sysconfig import get_paths
@@ -79,7 +79,8 @@ class EngineProcess:
                 env=environment(job, dict(os.environ), verbose, sharing),
             )
         assert self._process.stdin is not None
-        with self._process.stdin as pipe:
+        # A process that died at once is found out by result().
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(to_json(job).encode())
 
     def result(self) -> dict[str, Any]:

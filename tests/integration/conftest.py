@@ -83,6 +83,15 @@ class Models:
         return folder if folder.exists() else tiny_models.make(name, folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _process_groups() -> Iterator[None]:
+    """Engines of one process share its process groups; the last one is gone here."""
+    yield
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
 @pytest.fixture(scope="package")
 def llama_oracle(models: Models) -> Oracle:
     return Oracle(models["llama"])

@@ -54,6 +54,7 @@ def test_preempted_requests_answer_as_if_alone(models, vectors, llama: Engine):
         _preemptions(tight) as preempted,
     ):
         answers = tight.ask(*ASKS)
+        tight.ask(Ask(prompt(3), max_tokens=2))
         assert tight.router.live_programs == 0
     assert len(set(preempted)) >= 2, "the cache was large enough for everyone"
     for answer, alone, when in zip(answers, expected, CONDITIONS, strict=True):

@@ -44,7 +44,9 @@ def test_another_program_is_another_cache(llama: Engine):
 
 def test_the_same_program_in_other_words_shares_the_cache(llama: Engine):
     tokens = prompt(100, 72)
-    words = asking({"vector": "v0", "submodule": "blocks.1.hook_resid_post", "scale": 2})
+    words = asking(
+        {"vector": "v0", "submodule": "blocks.1.hook_resid_post", "scale": 2}
+    )
     first, again = llama.alone(_ask(_steered(2.0), tokens), _ask(words, tokens))
     assert (first.cached, again.cached) == (0, CACHED)
     assert_same(again, first)
