@@ -102,11 +102,13 @@ def decode(
     extra_args: list[dict[str, Any] | None],
     seed: int,
 ) -> Any:
-    """Seconds of each decode step of a full batch, by the wall clock.
+    """Seconds of each decode step of a full batch, by the wall clock and on the device.
 
     Request i runs `extra_args[i % len(extra_args)]`. Steps with a prefill in them and
-    the first few decode steps do not count.
+    the first few decode steps do not count. Device times are those of the replayed
+    CUDA graph, between two events (V2 runner only).
     """
+    import gc
     import random
 
     from vllm import SamplingParams
@@ -123,6 +125,9 @@ def decode(
         )
         prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
         engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+    replays = _Replays(llm)
+    gc.collect()
+    gc.disable()
     times: list[float] = []
     tokens: dict[str, int] = {}
     while engine.has_unfinished_requests():
@@ -134,7 +139,42 @@ def decode(
         everyone = len(tokens) == batch and min(tokens.values()) > 8
         if everyone and len(outputs) == batch and max(tokens.values()) < steps:
             times.append(elapsed)
-    return {"seconds": times}
+    gc.enable()
+    return {"seconds": times, "device_seconds": replays.seconds()[8:-1]}
+
+
+class _Replays:
+    """Events around every replay of a full CUDA graph, while it exists."""
+
+    def __init__(self, llm: Any) -> None:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        self._manager = getattr(worker.model_runner, "cudagraph_manager", None)
+        self._events: list[tuple[Any, Any]] = []
+        if self._manager is None:
+            return
+        import torch
+
+        original = self._manager.run_fullgraph
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = original(*args, **kwargs)
+            end.record()
+            self._events.append((start, end))
+            return result
+
+        self._manager.run_fullgraph = timed
+
+    def seconds(self) -> list[float]:
+        """Seconds of each replay so far; takes the events away again."""
+        if self._manager is None:
+            return []
+        import torch
+
+        torch.cuda.synchronize()
+        del self._manager.run_fullgraph
+        return [1e-3 * start.elapsed_time(end) for start, end in self._events]
 
 
 if __name__ == "__main__":

@@ -71,11 +71,11 @@ class EngineProcess:
         )
         return self._receive()
 
-    def decode(self, **command: Any) -> list[float]:
-        """Seconds of each decode step."""
+    def decode(self, **command: Any) -> dict[str, list[float]]:
+        """Seconds of each decode step: `seconds` (wall), `device_seconds`."""
         self._send({"kind": "decode", **command})
-        seconds: list[float] = self._receive()["seconds"]
-        return seconds
+        answer: dict[str, list[float]] = self._receive()
+        return answer
 
     def close(self) -> None:
         """Stop the engine and wait until its memory is free."""

@@ -9,7 +9,9 @@ pre[L] and mid[L]: dataflow, not module names, because `post_attention_layernorm
 boundary in Llama and a norm of the branch in Gemma.
 """
 
+import itertools
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -19,6 +21,7 @@ from eyesplice.fx_passes.graph_facts import (
     argument,
     op_name,
     value_of,
+    writes_to,
 )
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.records import Found, FusedBoundary
@@ -69,6 +72,45 @@ def find_fused_boundaries(
     found.fused = [
         b for b in found.fused if (b.table, Stage.STREAM) not in found.missing
     ]
+
+
+def defer_adds(
+    boundaries: list[FusedBoundary], layers: LayerMap, plan: SplicePlan
+) -> list[FusedBoundary]:
+    """Let a boundary leave its add to the next one where Inductor does.
+
+    Inductor computes the stream between attention and MLP again at the next norm, from
+    the unrounded branches, rather than store and load it: as long as both norms are in
+    one piece, which an attention op between them would split, and nobody else reads the
+    stream. Without doing the same, an idle token would differ from vanilla by a rounding.
+
+    Args:
+        boundaries: the ones that will be spliced, in graph order.
+        layers: the graph's nodes.
+        plan: the names of the attention ops.
+    """
+    result = list(boundaries)
+    splits = [layers.order(n) for n in layers.nodes if op_name(n) in plan.attention_ops]
+    for place, (first, second) in enumerate(itertools.pairwise(boundaries)):
+        start, stop = layers.order(first.norm), layers.order(second.norm)
+        if (
+            first.branch is not None
+            and second.branch is not None
+            and result[place].pending is None
+            and not (first.copy_stream or second.copy_stream)
+            and second.stream in first.norm.users
+            and set(second.stream.users) == {second.norm}
+            and set(first.branch.users) == {first.norm} | _writers(first.branch)
+            and not any(start < split < stop for split in splits)
+        ):
+            result[place] = replace(result[place], defer=True)
+            result[place + 1] = replace(second, pending=first.branch)
+    return result
+
+
+def _writers(value: fx.Node) -> set[fx.Node]:
+    """The ops that fill a value in place (a GEMM into an empty tensor)."""
+    return {user for user in value.users if writes_to(user, value)}
 
 
 def _table_of(

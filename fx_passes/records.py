@@ -20,6 +20,8 @@ class FusedBoundary:
         eps: added to the mean square.
         copy_stream: the stream's buffer is not ours to write to (a graph input, or
             read again later), so the op gets a copy.
+        defer: the next boundary adds the branch to the stream.
+        pending: the branch of the boundary before, which that one left to this one.
     """
 
     table: Table
@@ -30,6 +32,8 @@ class FusedBoundary:
     weight_offset: float
     eps: float
     copy_stream: bool
+    defer: bool = False
+    pending: fx.Node | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,10 @@ After (`stream` is written in place and stands for `stream_1` from here on):
 
     branch: bf16[T, H] = ...
     normed: bf16[T, H] = eyesplice.boundary_(
-        stream, branch, weight, 0.0, 1e-5, rows, select, mid_1, bank)
+        stream, branch, weight, 0.0, 1e-5, rows, select, mid_1, bank, None, True)
+    ...
+    normed_1: bf16[T, H] = eyesplice.boundary_(  # the add of `branch` was left to it
+        stream, mlp, weight_1, 0.0, 1e-5, rows, select, pre_2, bank, branch, False)
 
 Any other value, before and after:
 
@@ -113,6 +116,8 @@ def _splice_fused(
                 boundary.weight_offset,
                 boundary.eps,
                 *_tables(anchored, boundary.table),
+                boundary.pending,
+                boundary.defer,
             ),
         )
     _describe(normed, norm, _like(value_of(stream)))

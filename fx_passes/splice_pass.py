@@ -5,7 +5,7 @@ from typing import Final
 from torch import fx
 
 from eyesplice.fx_passes.added_boundaries import find_added_boundaries
-from eyesplice.fx_passes.fused_boundaries import find_fused_boundaries
+from eyesplice.fx_passes.fused_boundaries import defer_adds, find_fused_boundaries
 from eyesplice.fx_passes.graph_facts import LayerMap, value_of
 from eyesplice.fx_passes.inner_sites import find_heads, find_router_logits
 from eyesplice.fx_passes.plan import SplicePlan
@@ -42,15 +42,16 @@ class SplicePass:
         anchored = read_anchors(graph, self.plan)
         if not anchored.nodes:
             return None
-        found = self._keep_wanted(self._find(graph))
+        layers = LayerMap(graph, self.plan.layers_path)
+        found = self._keep_wanted(self._find(graph, layers))
+        found.fused = defer_adds(found.fused, layers, self.plan)
         report = self._report(found)
         splice(graph, found, anchored)
         graph.lint()
         return report
 
-    def _find(self, graph: fx.Graph) -> Found:
+    def _find(self, graph: fx.Graph, layers: LayerMap) -> Found:
         plan = self.plan
-        layers = LayerMap(graph, plan.layers_path)
         tokens = token_dimension(graph)
         found = Found()
         find_fused_boundaries(layers, plan, tokens, found)

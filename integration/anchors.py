@@ -34,9 +34,9 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
             continue
         for path, module in root.named_modules():
             # A list inside another (experts of a layer) is not the decoder's.
-            if isinstance(module, nn.ModuleList) and not _inside_list(path):
-                if best is None or len(module) > best[0]:
-                    best = (len(module), root, path)
+            is_list = isinstance(module, nn.ModuleList) and not _inside_list(path)
+            if is_list and (best is None or len(module) > best[0]):
+                best = (len(module), root, path)
     if best is None:
         raise LookupError(
             "no module of this model that vLLM compiles has a list of layers"

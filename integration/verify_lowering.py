@@ -37,12 +37,18 @@ def verify_lowering(graph: fx.Graph) -> int:
             count += 1
         elif node.args and node.args[0] in SPLICED:
             count += 1
-            written = node.kwargs.get("stream", node.kwargs.get("value"))
-            later = [user for user in written.users if order[user] > order[node]]
-            if later:
-                raise RuntimeError(
-                    f"{node.name} would copy {written.name}: {later[0].name} reads it "
-                    "again; report this model as an eyesplice issue"
-                )
+            for name in ("stream", "branch", "value"):
+                _refuse_copy(node, node.kwargs.get(name), order)
     logger.debug("%d spliced ops survived in this piece", count)
     return count
+
+
+def _refuse_copy(node: fx.Node, written: object, order: dict[fx.Node, int]) -> None:
+    if not isinstance(written, fx.Node):
+        return
+    later = [user for user in written.users if order[user] > order[node]]
+    if later:
+        raise RuntimeError(
+            f"{node.name} would copy {written.name}: {later[0].name} reads it "
+            "again; report this model as an eyesplice issue"
+        )

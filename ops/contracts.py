@@ -27,8 +27,8 @@ _TABLES = "Tensor row_of_token, Tensor select, Tensor program, Tensor bank"
 
 SCHEMAS: Final = {
     "boundary_": (
-        "(Tensor(a!) stream, Tensor? branch, Tensor weight, float weight_offset, "
-        f"float eps, {_TABLES}) -> Tensor"
+        "(Tensor(a!) stream, Tensor(b!)? branch, Tensor weight, float weight_offset, "
+        f"float eps, {_TABLES}, Tensor? pending=None, bool defer=False) -> Tensor"
     ),
     "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
     "anchor": "(Tensor[] tensors, int layer) -> ()",
@@ -50,6 +50,8 @@ def _boundary_fake(
     select: Tensor,
     program: Tensor,
     bank: Tensor,
+    pending: Tensor | None = None,
+    defer: bool = False,
 ) -> Tensor:
     return torch.empty_like(stream, memory_format=torch.contiguous_format)
 

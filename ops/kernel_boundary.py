@@ -26,6 +26,7 @@ def _norm(b_h, b_w, weight_offset, eps, H: tl.constexpr, ROUNDED: tl.constexpr):
 def boundary_kernel(
     p_stream,
     p_branch,
+    p_pending,
     p_weight,
     p_normed,
     p_row_of_token,
@@ -37,17 +38,21 @@ def boundary_kernel(
     num_tokens,
     stream_stride,
     branch_stride,
+    pending_stride,
     program_stride,
     bank_stride,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
+    HAS_PENDING: tl.constexpr,
+    DEFER: tl.constexpr,
     ROUND_BEFORE_WEIGHT: tl.constexpr,
 ):
-    """h = stream + branch; y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset).
+    """h = stream + pending + branch; y = h / sqrt(mean(h^2) + eps) * (weight + offset).
 
-    stream, branch, y `[tokens, H]`; strides in elements; TOKENS tokens per instance.
+    stream, pending, branch, y `[tokens, H]`; strides in elements; TOKENS tokens an
+    instance.
     The idle token's path is a straight line but for the branch on its row index.
     """
     o_h = tl.arange(0, BLOCK)
@@ -62,12 +67,16 @@ def boundary_kernel(
             p_h = p_stream + t.to(tl.int64) * stream_stride + o_h
             b_h = tl.load(p_h, mask=m_h, other=0.0).to(tl.float32)
             b_x = tl.zeros_like(b_h)
+            if HAS_PENDING:
+                p_p = p_pending + t.to(tl.int64) * pending_stride + o_h
+                b_h += tl.load(p_p, mask=m_h, other=0.0).to(tl.float32)
             if HAS_BRANCH:
                 p_x = p_branch + t.to(tl.int64) * branch_stride + o_h
                 b_x = tl.load(p_x, mask=m_h, other=0.0).to(tl.float32)
             if row == 0:
                 if HAS_BRANCH:
                     b_h += b_x
+                if HAS_BRANCH and not DEFER:
                     tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
                 b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
             else:
@@ -83,7 +92,12 @@ def boundary_kernel(
                 b_h = run_entries(
                     b_h, o_h, m_h, p_row, select, end_x, end_h, p_bank, bank_stride
                 )
-                tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
+                # A deferred h that a program may have changed is handed on in the stream.
+                if (end_h > 0) | (not DEFER):
+                    tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
+                    if DEFER:
+                        b_zero = tl.zeros_like(b_h).to(p_branch.dtype.element_ty)
+                        tl.store(p_x, b_zero, mask=m_h)
                 b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
                 b_y = run_entries(
                     b_y, o_h, m_h, p_row, select, end_h, end_y, p_bank, bank_stride

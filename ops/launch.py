@@ -36,17 +36,28 @@ class Launch:
     registers: int | None = None
 
 
-def choose_launch(width: int, num_tokens: int) -> Launch:
+def choose_launch(width: int, num_tokens: int, max_tokens: int) -> Launch:
     """Launch parameters for rows of `width` elements.
 
-    A small batch waits for memory: one 16-byte load a thread of each 2-byte row is the
-    shortest wait. A large one needs rows in flight, but the loop over entries makes the
-    compiler take 90 registers or more, which idle tokens pay for too; under the limit
-    it spills some 30 bytes instead.
+    The warps decide the order in which a row is summed, so they never depend on the
+    batch: a token has the same bits in any. They are the ones that Inductor takes for
+    the same norm (`_persistent_reduction_configs` in torch 2.11), which makes an idle
+    row bit-identical to its: 8 elements of a row a thread; a single warp for short rows
+    of an engine with large steps.
+
+    The loop over entries makes the compiler take 90 registers or more, which idle
+    tokens pay for too. In a large batch, where rows in flight matter more than the wait
+    for one, a limit makes it spill some 30 bytes instead; the bits stay.
+
+    Args:
+        width: elements of a row.
+        num_tokens: rows of this launch.
+        max_tokens: rows of the largest step of this engine.
     """
-    large = num_tokens >= LARGE_BATCH
-    warps = min(max(_block(width) // (512 if large else 256), 1), 16)
-    return Launch(warps, registers=64 if large else None)
+    if width <= 1024 and max_tokens >= 1024:
+        return Launch(warps=1)
+    warps = min(max(_block(width) // 256, 1), 16)
+    return Launch(warps, registers=64 if num_tokens >= LARGE_BATCH else None)
 
 
 def boundary_(
@@ -59,6 +70,8 @@ def boundary_(
     select: Tensor,
     program: Tensor,
     bank: Tensor,
+    pending: Tensor | None = None,
+    defer: bool = False,
     *,
     round_before_weight: bool = False,
     launch: Launch | None = None,
@@ -66,7 +79,7 @@ def boundary_(
     """`reference.boundary_` in one launch.
 
     Args:
-        stream, branch: rows may be apart, elements of a row may not.
+        stream, branch, pending: rows may be apart, elements of a row may not.
         weight, weight_offset, eps, row_of_token, select, program, bank: as there.
         round_before_weight: round the normed value to the weight's dtype before the
             product, as eager torch does. Inductor leaves that rounding out.
@@ -77,17 +90,19 @@ def boundary_(
     """
     num_tokens, hidden_size = stream.shape
     _check_rows("stream", stream)
-    if branch is not None:
-        _check_rows("branch", branch)
+    for name, tensor in (("branch", branch), ("pending", pending)):
+        if tensor is not None:
+            _check_rows(name, tensor)
     _check_rows("weight", weight)
     _check_tables(num_tokens, hidden_size, row_of_token, select, program, bank)
     normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return normed
-    launch = launch or choose_launch(hidden_size, num_tokens)
+    launch = launch or choose_launch(hidden_size, num_tokens, row_of_token.numel())
     boundary_kernel[(-(-num_tokens // launch.tokens),)](
         stream,
         branch,
+        pending,
         weight,
         normed,
         row_of_token,
@@ -99,12 +114,15 @@ def boundary_(
         num_tokens,
         stream.stride(0),
         0 if branch is None else branch.stride(0),
+        0 if pending is None else pending.stride(0),
         program.stride(0),
         bank.stride(0),
         H=hidden_size,
         BLOCK=_block(hidden_size),
         TOKENS=launch.tokens,
         HAS_BRANCH=branch is not None,
+        HAS_PENDING=pending is not None,
+        DEFER=defer,
         ROUND_BEFORE_WEIGHT=round_before_weight,
         num_warps=launch.warps,
         maxnreg=launch.registers,
@@ -142,7 +160,7 @@ def inline_(
         W=width,
         BLOCK=_block(width),
         STAGE=int(stage),
-        num_warps=choose_launch(width, num_tokens).warps,
+        num_warps=choose_launch(width, num_tokens, row_of_token.numel()).warps,
     )
 
 

@@ -30,11 +30,17 @@ def boundary_(
     select: Tensor,
     program: Tensor,
     bank: Tensor,
+    pending: Tensor | None = None,
+    defer: bool = False,
 ) -> Tensor:
     """Residual add and RMSNorm with the tokens' programs run on x, h and y.
 
     RMSNorm(h) = h / sqrt(mean(h^2) + eps) * weight (Zhang and Sennrich 2019,
     arXiv 1910.07467, eq. 4), in fp32 from the unrounded sum, as vLLM computes it.
+
+    Inductor does not write the stream between attention and MLP either: it adds both
+    branches to the old stream at the end of the layer, in fp32. `defer` and `pending`
+    do the same, so that an idle token has the bits that it has without eyesplice.
 
     Args:
         stream: `[tokens, hidden]`, model dtype, contiguous; h is written back to it.
@@ -46,21 +52,33 @@ def boundary_(
         select: int32 `[>= tokens]`, bit j is clause j of the token's program.
         program: int32 `[rows, 1 + max_entries, WORDS]`, this boundary's table.
         bank: `[bank_rows, >= hidden]`, model dtype.
+        pending: the branch of the boundary before, if that one deferred its add.
+        defer: leave stream and branch alone, for the next boundary to add them as its
+            `pending`. A token whose program has entries for x or h cannot wait: its h
+            is written to `stream`, and zeros to `branch`.
 
     Returns:
         y: `[tokens, hidden]`, model dtype, contiguous.
     """
     rows, selected = _token_maps(stream, row_of_token, select)
     h = stream.float()
+    if pending is not None:
+        h = h + pending.float()
+    elif rows is not None:
+        h = h.clone()
     if branch is not None:
-        # Only the stream is written: an fp32 branch is not ours to edit.
+        # A branch that is fp32 already is not ours to edit.
         x = branch.float() if rows is None else branch.float().clone()
         _run(x, rows, selected, program, bank, Stage.BRANCH)
         h = h + x
-    elif rows is not None:
-        h = h.clone()
     _run(h, rows, selected, program, bank, Stage.STREAM)
-    stream.copy_(h)
+    if not defer:
+        stream.copy_(h)
+    elif rows is not None:
+        assert branch is not None
+        now = program[rows.long(), 0, Header.END_STREAM] > 0
+        stream[now] = h[now].to(stream.dtype)
+        branch[now] = 0
     y = h * torch.rsqrt(h.pow(2).mean(dim=-1, keepdim=True) + eps)
     y = y * (weight.float() + weight_offset)
     _run(y, rows, selected, program, bank, Stage.NORMED)

@@ -218,8 +218,8 @@ def _answer(output: Any) -> Answer:
 def _rows(flat: Any) -> Tensor:
     """`[positions, vocab]` of vLLM's flat lists, positions without values left out."""
     token_ids, values = torch.tensor(flat.token_ids), torch.tensor(flat.logprobs)
-    spans = [s for s in zip(flat.start_indices, flat.end_indices, strict=True)]
-    spans = [(start, stop) for start, stop in spans if stop > start]
+    every = zip(flat.start_indices, flat.end_indices, strict=True)
+    spans = [(start, stop) for start, stop in every if stop > start]
     rows = torch.full((len(spans), VOCAB_SIZE), torch.nan)
     for row, (start, stop) in zip(rows, spans, strict=True):
         row[token_ids[start:stop]] = values[start:stop]

@@ -63,58 +63,68 @@ def vectors(tmp_path_factory: pytest.TempPathFactory, hidden: int) -> Path:
 
 
 class Engines:
-    """The engines of one runner, started when first asked for."""
+    """The engines of one runner; vanilla and cold start at once, warm after cold."""
 
     def __init__(self, runner: str, vectors: Path, out: Path, cache: Path) -> None:
         self.runner = runner
         self._vectors, self._out, self._cache = vectors, out, cache
-        self._running: dict[str, EngineProcess] = {}
+        self._engines = {kind: self._start(kind) for kind in ("vanilla", "cold")}
+
+    def _start(self, kind: str) -> EngineProcess:
+        spliced = kind != "vanilla"
+        switch = {"eyesplice": {"vectors": str(self._vectors)}} if spliced else {}
+        return EngineProcess(
+            f"{self.runner}-{kind}",
+            self._out / f"engine-{self.runner}-{kind}.log",
+            plugin=spliced,
+            env={
+                "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner],
+                # Vanilla has a cache of its own: it starts cold beside the cold one.
+                "VLLM_CACHE_ROOT": str(self._cache / f"{self.runner}-{spliced}"),
+            },
+            model=MODEL,
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            # A fixed cache instead of memory profiling: engines start side by side.
+            kv_cache_memory_bytes=4 << 30,
+            enable_prefix_caching=True,
+            additional_config=switch,
+            seed=0,
+        )
 
     def get(self, kind: str) -> EngineProcess:
         """The engine "vanilla", "cold" or "warm" (the cold one's compile cache)."""
-        if kind == "warm":
+        if kind == "warm" and kind not in self._engines:
             self.get("cold")
-        if kind not in self._running:
-            spliced = kind != "vanilla"
-            switch = {"eyesplice": {"vectors": str(self._vectors)}} if spliced else {}
-            self._running[kind] = EngineProcess(
-                f"{self.runner}-{kind}",
-                self._out / f"engine-{self.runner}-{kind}.log",
-                plugin=spliced,
-                env={
-                    "VLLM_USE_V2_MODEL_RUNNER": RUNNERS[self.runner],
-                    "VLLM_CACHE_ROOT": str(self._cache / self.runner),
-                },
-                model=MODEL,
-                skip_tokenizer_init=True,
-                max_model_len=2048,
-                max_num_seqs=64,
-                max_num_batched_tokens=256,
-                gpu_memory_utilization=0.15,
-                enable_prefix_caching=True,
-                additional_config=switch,
-                seed=0,
-            ).wait()
-        return self._running[kind]
+            self._engines[kind] = self._start(kind)
+        engine = self._engines[kind]
+        return engine if engine.ready else engine.wait()
 
-    def close(self) -> None:
-        """Stop them all."""
-        for engine in self._running.values():
+    def close(self) -> dict[str, Any]:
+        """Stop them all; what each said of itself."""
+        for engine in self._engines.values():
             engine.close()
+        return {kind: engine.ready for kind, engine in self._engines.items()}
 
 
-@pytest.fixture(scope="module", params=list(RUNNERS))
-def engines(
-    request: pytest.FixtureRequest,
+@pytest.fixture(scope="session")
+def all_engines(
     vectors: Path,
     out: Path,
     record: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Engines]:
-    """The engines of one runner."""
-    made = Engines(request.param, vectors, out, tmp_path_factory.mktemp("cache"))
+) -> Iterator[dict[str, Engines]]:
+    """The engines of every runner, started side by side."""
+    cache = tmp_path_factory.mktemp("cache")
+    made = {runner: Engines(runner, vectors, out, cache) for runner in RUNNERS}
     yield made
-    record[request.param] = record.get(request.param, {}) | {
-        kind: engine.ready for kind, engine in made._running.items()
-    }
-    made.close()
+    for runner, engines in made.items():
+        record[runner] = record.get(runner, {}) | engines.close()
+
+
+@pytest.fixture(scope="module", params=list(RUNNERS))
+def engines(request: pytest.FixtureRequest, all_engines: dict[str, Engines]) -> Engines:
+    """The engines of one runner."""
+    return all_engines[request.param]

@@ -163,6 +163,18 @@ def test_many_programs_reuse_rows(engines: Engines) -> None:
     assert max(deviation(subset, cut)) <= 0.25
 
 
+def test_chunked_prefill(engines: Engines) -> None:
+    """A prompt that is cut, beside other requests, steers as it does in one piece."""
+    long, short = prompts(1, 1900, seed=9), prompts(20, 200, seed=10)
+    program = writes({"vector": "a", "layers": [10], "scale": 0.5})
+    cold = engines.get("cold")
+    # 20 x 200 + 1900 prompt tokens in steps of 2048.
+    together = cold.generate([*short, *long], 8, [None] * 20 + [program], logprobs=1)
+    single = cold.generate(long, 8, [program], logprobs=1)
+    last = {key: rows[-1:] for key, rows in together.items()}
+    assert max(deviation(last, single)) <= 0.1
+
+
 @pytest.mark.parametrize("kernel", ["plain", "steering_vector", "ablate"])
 def test_against_hooks(
     engines: Engines,
@@ -194,3 +206,6 @@ def test_against_hooks(
     difference = (torch.tensor(answer["logprobs"][0]) - chosen).abs().mean().item()
     record.setdefault(engines.runner, {})[f"hooks_{kernel}"] = difference
     assert difference <= 0.08
+    if kernel == "plain":
+        plain = engines.get("vanilla").generate([prompt], 24, [None], logprobs=1)
+        assert plain == answer

@@ -29,14 +29,6 @@ from tests import tiny_models  # noqa: E402
 from tests.engine import Engine, engine  # noqa: E402
 from tests.oracle import Oracle  # noqa: E402
 
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents and "engine" in item.path.read_text():
-            item.add_marker(pytest.mark.engine)
-
 
 @dataclass(frozen=True)
 class Vectors:

@@ -17,6 +17,8 @@ from tests.engine import (
     write,
 )
 
+pytestmark = pytest.mark.engine
+
 BUDGET = 32
 LENGTH = 100
 MASKS: dict[str, judge.Mask] = {

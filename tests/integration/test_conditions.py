@@ -6,6 +6,8 @@ from torch import Tensor
 from tests import oracle as judge
 from tests.engine import Ask, Engine, asking, assert_judged, distance, prompt, write
 
+pytestmark = pytest.mark.engine
+
 PROMPT = prompt(9)
 
 

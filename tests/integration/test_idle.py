@@ -5,6 +5,8 @@ import pytest
 import eyesplice
 from tests.engine import Ask, Engine, asking, assert_same, engine, prompt, write
 
+pytestmark = pytest.mark.engine
+
 ASKS = [Ask(prompt(5 + 3 * number, number), max_tokens=16) for number in range(8)]
 
 
@@ -17,7 +19,7 @@ def test_an_idle_llama_answers_as_vllm(llama: Engine, vanilla: Engine):
 def test_another_idle_model_answers_as_vllm(arch: str, models):
     with engine(models[arch]) as running:
         theirs = running.ask(*ASKS)
-    with engine(models[arch], {}) as running:
+    with engine(models[arch], {"sites": "all"}) as running:
         mine = running.ask(*ASKS)
     for one, other in zip(mine, theirs, strict=True):
         assert_same(one, other, 1e-5, arch)

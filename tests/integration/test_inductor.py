@@ -18,6 +18,8 @@ from tests.engine import (
     write,
 )
 
+pytestmark = pytest.mark.engine
+
 DEFAULT: dict[str, object] = {}
 FLAG = {"inductor_passes": {"post_grad_custom_post_pass": "eyesplice.splice_pass"}}
 PLACES = ("residual.post", "mlp.pre")

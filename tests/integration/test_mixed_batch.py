@@ -16,6 +16,8 @@ from tests.engine import (
     write,
 )
 
+pytestmark = pytest.mark.engine
+
 PROGRAMS = [
     asking(write("v0", [1], scale=2.0)),
     asking(write("v0", [1], scale=-2.0)),

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tests.engine import (
     Ask,
     Engine,
@@ -13,6 +15,8 @@ from tests.engine import (
     prompt,
     write,
 )
+
+pytestmark = pytest.mark.engine
 
 TIGHT = {"max_model_len": 128, "num_gpu_blocks_override": 9, "max_num_seqs": 8}
 """Room for two full requests: eight blocks of 32 tokens, and vLLM's own one."""

@@ -1,6 +1,10 @@
 """Keys and values of a steered prompt are shared only by requests that steer alike."""
 
+import pytest
+
 from tests.engine import Ask, Engine, asking, assert_same, distance, prompt, write
+
+pytestmark = pytest.mark.engine
 
 # More than three blocks of 32 tokens, of which a request can find three.
 PROMPT = prompt(100, 70)

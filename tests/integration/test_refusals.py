@@ -7,6 +7,8 @@ import pytest
 from eyesplice import SpecError
 from tests.engine import Ask, Engine, asking, assert_same, prompt, write
 
+pytestmark = pytest.mark.engine
+
 GOOD = Ask(prompt(7), asking(write("v0", [1], scale=2.0)))
 PLAIN = Ask(prompt(9, 1))
 FINE = write("v0", [1])

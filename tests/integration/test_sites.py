@@ -24,6 +24,8 @@ from tests.engine import (
 from tests.oracle import Intervention, Oracle
 from tests.tiny_models import NAMES, NUM_LAYERS
 
+pytestmark = pytest.mark.engine
+
 PROMPT: Final = prompt(11)
 ADD_LAYERS: Final = [0, 2, 3]
 ABLATE_LAYERS: Final = [1, 3]

@@ -25,6 +25,8 @@ from tests.engine import (
 )
 from tests.tiny_models import HIDDEN_SIZE
 
+pytestmark = pytest.mark.engine
+
 FLAG = {
     **QUICK,
     "inductor_passes": {"post_grad_custom_post_pass": "eyesplice.splice_pass"},
