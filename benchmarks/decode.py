@@ -46,6 +46,7 @@ def main() -> None:
         "max_num_seqs": 256,
         # A fixed cache instead of memory profiling: both engines start at once.
         "kv_cache_memory_bytes": 16 << 30,
+        "gpu_memory_utilization": 0.1,
         "enable_prefix_caching": False,
         "seed": 0,
     }

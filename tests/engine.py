@@ -36,6 +36,8 @@ _OPTIONS: Final[Mapping[str, Any]] = {
     "seed": 0,
 }
 
+_groups = tempfile.TemporaryDirectory(prefix="eyesplice-groups-")
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -158,8 +160,8 @@ def _join_process_groups() -> None:
     if distributed.model_parallel_is_initialized():
         return
     with set_current_vllm_config(VllmConfig()):
-        store = Path(tempfile.mkdtemp(prefix="eyesplice-groups-")) / "store"
-        distributed.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        store = f"file://{_groups.name}/store"
+        distributed.init_distributed_environment(1, 0, store, 0, "gloo")
         distributed.initialize_model_parallel(backend="gloo")
 
 

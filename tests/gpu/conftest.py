@@ -24,6 +24,11 @@ from engines import EngineProcess
 MODEL = os.environ.get("EYESPLICE_GPU_MODEL", "")
 RUNNERS = {"v1": "0", "v2": "1"}
 
+# On V2 the flag is given as well: its pass refuses to lower an op with a copy.
+PASS_FLAG = {
+    "inductor_passes": {"post_grad_custom_post_pass": "eyesplice.splice_pass"},
+}
+
 collect_ignore_glob = [] if torch.cuda.is_available() and MODEL else ["test_*.py"]
 
 
@@ -89,6 +94,8 @@ class Engines:
             max_num_batched_tokens=2048,
             # A fixed cache instead of memory profiling: engines start side by side.
             kv_cache_memory_bytes=4 << 30,
+            gpu_memory_utilization=0.1,
+            compilation_config=PASS_FLAG if spliced and self.runner == "v2" else {},
             enable_prefix_caching=True,
             additional_config=switch,
             seed=0,
