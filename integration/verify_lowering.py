@@ -11,6 +11,7 @@ old `s` afterwards.
 
 import logging
 
+import torch
 from torch import fx
 
 from eyesplice.fx_passes.splice_pass import SPLICED
@@ -46,9 +47,21 @@ def verify_lowering(graph: fx.Graph) -> int:
 def _refuse_copy(node: fx.Node, written: object, order: dict[fx.Node, int]) -> None:
     if not isinstance(written, fx.Node):
         return
-    later = [user for user in written.users if order[user] > order[node]]
+    later = [
+        user
+        for user in written.users
+        if order[user] > order[node] and not _stores_back(user, written)
+    ]
     if later:
         raise RuntimeError(
             f"{node.name} would copy {written.name}: {later[0].name} reads it "
             "again; report this model as an eyesplice issue"
         )
+
+
+def _stores_back(user: fx.Node, written: fx.Node) -> bool:
+    """Whether this is the `copy_` that gives a graph input its new value.
+
+    Inductor drops it together with the copy when it runs the op in place.
+    """
+    return user.target is torch.ops.aten.copy_.default and user.args[0] is written
