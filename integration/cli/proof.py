@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-
 ROUNDING: Final = 0.25
 """Nats by which two correct bf16 runs of a small model may differ at a token."""
 
