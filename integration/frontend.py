@@ -8,6 +8,7 @@ from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.request import parse_request
 from eyesplice.integration.config import KEY
 from eyesplice.integration.deployment import Deployment
+from eyesplice.integration.refusal import served
 
 KEYS: Final = (KEY, "hotwire")
 _FRONT: Final = "_eyesplice_front"
@@ -71,11 +72,14 @@ def process_inputs(
     extra_args = getattr(params, "extra_args", None)
     if not extra_args or not any(key in extra_args for key in KEYS):
         return original(processor, *args, **kwargs)
-    front = getattr(processor, _FRONT, None)
-    if front is None:
-        front = FrontEnd(processor.vllm_config)
-        setattr(processor, _FRONT, front)
-    admitted, digest = front.admit(extra_args)
+    try:
+        front = getattr(processor, _FRONT, None)
+        if front is None:
+            front = FrontEnd(processor.vllm_config)
+            setattr(processor, _FRONT, front)
+        admitted, digest = front.admit(extra_args)
+    except SpecError as error:
+        raise served(error) from None
     result = original(processor, *args, **kwargs)
     # The processor has cloned the caller's parameters: these are the request's own.
     result.sampling_params.extra_args = admitted or None

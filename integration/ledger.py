@@ -102,11 +102,12 @@ INDUCTOR_PASS: Final = PrivateName(
     versions="0.25.1 and 0.32.0",
     when_gone="use torch._inductor.custom_graph_pass.CustomGraphPass",
 )
-INIT_WORKER: Final = PrivateName(
+INIT_DEVICE: Final = PrivateName(
     "vllm.v1.worker.worker_base",
-    "WorkerWrapperBase.init_worker",
-    why="wrapped: the first moment at which the process has its worker",
-    versions="0.25.1 and 0.32.0; the worker is `self.worker` afterwards",
+    "WorkerWrapperBase.init_device",
+    why="wrapped: the first call after the worker exists. A worker process loads its "
+    "plugins inside init_worker, so a wrapper of that one would come too late",
+    versions="0.25.1 and 0.32.0; the worker is `self.worker`",
     when_gone="subclass the worker and set parallel_config.worker_cls",
 )
 PROCESS_INPUTS: Final = PrivateName(

@@ -19,7 +19,7 @@ def register() -> None:
     """Wrap vLLM's methods in this process; safe to call again."""
     wrap(ledger.CREATE_ENGINE_CONFIG, _create_engine_config)
     wrap(ledger.INIT_BACKEND, _init_backend)
-    wrap(ledger.INIT_WORKER, _init_worker)
+    wrap(ledger.INIT_DEVICE, _init_device)
     wrap(ledger.PROCESS_INPUTS, _process_inputs)
 
 
@@ -62,14 +62,13 @@ def _init_backend(
     return backend if is_encoder else splicing_backend(backend, vllm_config)
 
 
-def _init_worker(
+def _init_device(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     from eyesplice.integration.worker import prepare_worker
 
-    result = original(self, *args, **kwargs)
     prepare_worker(self.worker, self.vllm_config)
-    return result
+    return original(self, *args, **kwargs)
 
 
 def _process_inputs(

@@ -19,6 +19,7 @@ from eyesplice.integration.session import Session, open_session
 
 logger = logging.getLogger("eyesplice")
 
+_PREPARED = "eyesplice_prepared"
 _MOE_OPS = frozenset({"vllm::moe_forward", "vllm::moe_forward_shared"})
 
 
@@ -26,11 +27,12 @@ def prepare_worker(worker: Any, vllm_config: Any) -> None:
     """Arrange that the worker's model is spliced; nothing when not switched on.
 
     Args:
-        worker: a new worker whose model is not loaded.
+        worker: a new worker whose model is not loaded; safe to pass again.
         vllm_config: the engine's configuration.
     """
-    if switched_on(vllm_config) is None:
+    if switched_on(vllm_config) is None or getattr(worker, _PREPARED, False):
         return
+    setattr(worker, _PREPARED, True)
     _after(worker, "load_model", lambda: attach(worker, vllm_config))
     for compiling in ("determine_available_memory", "compile_or_warm_up_model"):
         _unwrap_refusals(worker, compiling)

@@ -11,6 +11,7 @@ from eyesplice._version import __version__
 from eyesplice.integration.cli.demo import demo_command
 from eyesplice.integration.cli.inspect import inspect_command
 from eyesplice.integration.cli.launch import CommandError, engine_version
+from eyesplice.integration.cli.serve import serve_command
 
 
 class _Group(TyperGroup):
@@ -34,6 +35,10 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command)
 app.command("inspect")(inspect_command)
+app.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(serve_command)
 
 
 @app.command("version")

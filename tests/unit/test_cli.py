@@ -71,14 +71,14 @@ def test_importing_the_commands_loads_no_engine() -> None:
 
 def test_the_commands_are_those_of_this_version() -> None:
     names = {command.name for command in app.registered_commands}
-    assert names == {"demo", "inspect", "version"}
+    assert names == {"demo", "inspect", "serve", "version"}
     shown = run("--help")
     assert shown.exit_code == 0
     assert all(name in shown.stdout for name in names)
-    assert run("serve").exit_code == 2
+    assert run("bench").exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["demo", "inspect", "version"])
+@pytest.mark.parametrize("name", ["demo", "inspect", "serve", "version"])
 def test_each_command_has_help(name: str) -> None:
     shown = run(name, "--help")
     assert shown.exit_code == 0
