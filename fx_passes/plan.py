@@ -28,6 +28,7 @@ class SplicePlan:
         moe_ops: names of the ops that take router logits as an argument.
         num_experts: experts of a mixture layer, 0 for a dense model.
         tensor_parallel_size: ranks that share a layer.
+        defer_adds: let a boundary leave its add to the next one, as Inductor does.
     """
 
     layers_path: str
@@ -39,6 +40,7 @@ class SplicePlan:
     moe_ops: frozenset[str] = field(default_factory=frozenset)
     num_experts: int = 0
     tensor_parallel_size: int = 1
+    defer_adds: bool = True
 
     def tables(self) -> tuple[Table, ...]:
         """Every program table of the deployment, in memory order."""

@@ -44,7 +44,8 @@ class SplicePass:
             return None
         layers = LayerMap(graph, self.plan.layers_path)
         found = self._keep_wanted(self._find(graph, layers))
-        found.fused = defer_adds(found.fused, layers, self.plan)
+        if self.plan.defer_adds:
+            found.fused = defer_adds(found.fused, layers, self.plan)
         report = self._report(found)
         splice(graph, found, anchored)
         graph.lint()

@@ -123,7 +123,21 @@ def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SpliceP
         moe_ops=_MOE_OPS,
         num_experts=shape.num_experts,
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        defer_adds=_inductor_defers(deployment, vllm_config),
     )
+
+
+def _inductor_defers(deployment: Deployment, vllm_config: Any) -> bool:
+    """Whether vanilla's stream is not rounded between attention and MLP.
+
+    In fp32 both are the same, so that the engines of tests run the same ops.
+    """
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    by_inductor = compilation.mode == CompilationMode.VLLM_COMPILE
+    by_inductor = by_inductor and compilation.backend == "inductor"
+    return by_inductor or deployment.dtype == torch.float32
 
 
 _CACHE_UPDATES = frozenset(
