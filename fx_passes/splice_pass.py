@@ -56,8 +56,11 @@ class SplicePass:
         tokens = token_dimension(graph)
         found = Found()
         find_fused_boundaries(layers, plan, tokens, found)
-        if not found.fused:
-            find_added_boundaries(layers, plan, tokens, found)
+        if not any(boundary.branch for boundary in found.fused):
+            # A first norm alone is no chain of fused adds: the model adds in plain sight.
+            added = Found()
+            find_added_boundaries(layers, plan, tokens, added)
+            found = added if added.inline else found
         find_heads(layers, plan, tokens, found)
         find_router_logits(layers, plan, tokens, found)
         return found

@@ -22,6 +22,10 @@ os.environ.update(
 )
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.pop("EYESPLICE_CONFIG", None)
+# The real model stays from one run to the next, until `make clean`.
+os.environ.setdefault(
+    "EYESPLICE_CACHE", str(Path(__file__).resolve().parents[2] / ".cache")
+)
 # Thousands of records a start, which pytest would keep for its report.
 logging.getLogger("torch.__trace").propagate = False
 
@@ -73,6 +77,14 @@ class Models:
     def __getitem__(self, name: str) -> Path:
         folder = self._root / name
         return folder if folder.exists() else tiny_models.make(name, folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, downloaded unless the cache has it."""
+    from eyesplice.integration.model_fetch import fetch_smollm2
+
+    return fetch_smollm2()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from eyesplice.integration.model_fetch import MODEL_NAME, default_cache, is_complete
 from tests import tiny_models
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,11 +80,8 @@ def test_a_site_that_is_named_and_missing_is_an_error_after_the_table(
     assert "Traceback" not in done.stderr
 
 
-def test_the_demo_proves_that_the_plain_text_is_vanilla() -> None:
-    model = default_cache() / MODEL_NAME
-    if not is_complete(model):
-        pytest.skip("the demo's model is not in the cache: run eyesplice demo once")
-    done = run("demo", "--model", str(model), "--max-tokens", "12")
+def test_the_demo_proves_that_the_plain_text_is_vanilla(smollm2: Path) -> None:
+    done = run("demo", "--model", str(smollm2), "--max-tokens", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens equal: 12 of 12" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())

@@ -1,0 +1,332 @@
+"""The pass on small Dynamo graphs, run before and after: same values, told by name."""
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.fx_passes.sites import Site
+from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
+from eyesplice.ops import contracts
+from eyesplice.ops.inputs import Entry, pack_programs
+from eyesplice.ops.layout import Opcode, Stage
+
+HIDDEN, LAYERS, TOKENS = 16, 2, 5
+SUBMODULES = (
+    "residual.pre",
+    "attention.pre",
+    "attention.post",
+    "residual.mid",
+    "mlp.pre",
+    "mlp.post",
+    "residual.post",
+)
+_toy = torch.library.Library("toy", "DEF")
+_toy.define("attention(Tensor q, Tensor(a!) output) -> ()")
+_toy.define("norm(Tensor x, Tensor? weight, float epsilon, int? v=None) -> Tensor")
+_toy.define(
+    "add_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, "
+    "int? variance_size=None) -> (Tensor, Tensor)"
+)
+
+
+def _norm(x, weight, epsilon, v=None):
+    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+def _add_norm(x, x_residual, weight, epsilon, variance_size=None):
+    h = x + x_residual
+    return _norm(h, weight, epsilon), h
+
+
+def _attention(q, output):
+    output.copy_(q * 2)
+
+
+_toy.impl("attention", _attention, "CPU")
+_toy.impl("norm", _norm, "CPU")
+_toy.impl("add_norm", _add_norm, "CPU")
+_toy._register_fake("attention", lambda q, output: None)
+_toy._register_fake("norm", _norm)
+_toy._register_fake("add_norm", _add_norm)
+OPS = torch.ops.toy
+
+
+class Norm(nn.Module):
+    offset = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(HIDDEN) + 0.5)
+
+    def scale(self):
+        return self.weight.float() + self.offset if self.offset else self.weight
+
+    def forward(self, x, residual=None):
+        if residual is None:
+            return OPS.norm.default(x, self.scale(), 1e-5)
+        return OPS.add_norm.default(x, residual, self.scale(), 1e-5)
+
+
+class GemmaNorm(Norm):
+    offset = 1.0
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x):
+        out = torch.empty_like(x)
+        OPS.attention.default(x, out)
+        return self.o_proj(out)
+
+
+class Layer(nn.Module):
+    norm = Norm
+
+    def __init__(self):
+        super().__init__()
+        self.ln1, self.ln2 = self.norm(), self.norm()
+        self.attn, self.mlp = Attention(), nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+
+class FusedLayer(Layer):
+    def forward(self, x, residual):
+        if residual is None:
+            residual, x = x, self.ln1(x)
+        else:
+            x, residual = self.ln1(x, residual)
+        x, residual = self.ln2(self.attn(x), residual)
+        return self.mlp(x), residual
+
+
+class GemmaLayer(FusedLayer):
+    norm = GemmaNorm
+
+
+class AddingLayer(Layer):
+    def forward(self, x, residual):
+        x = x + self.attn(self.ln1(x))
+        return x + 0.5 * self.mlp(self.ln2(x)), None
+
+
+class ParallelLayer(Layer):
+    def forward(self, x, residual):
+        normed = self.ln1(x)
+        return x + (self.attn(normed) + self.mlp(normed)), None
+
+
+class Model(nn.Module):
+    """Embedding, layers, final norm; the tables hang on the layers, as in an engine."""
+
+    def __init__(self, layer, *, wanted=SUBMODULES, half=False, again=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, HIDDEN)
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
+        self.norm = layer.norm()
+        self.half, self.again = half, again
+        self.plan = SplicePlan(
+            layers_path="layers",
+            num_layers=LAYERS,
+            wanted=frozenset(Site(i, s) for i in range(LAYERS) for s in wanted),
+            attention_ops=frozenset({"toy::attention"}),
+            fused_norm_op="toy::add_norm",
+            norm_op="toy::norm",
+        )
+        self.rows = torch.zeros(64, dtype=torch.int32)
+        self.select = torch.full((64,), -1, dtype=torch.int32)
+        self.bank = torch.randn(3, HIDDEN)
+        empty = pack_programs([[]], 4)
+        self.programs = {table: empty.clone() for table in self.plan.tables()}
+        for number, module in enumerate(self.layers):
+            module.number = number
+            module.tables = [
+                self.programs[table] for table in self.plan.tables_of_layer(number)
+            ]
+            module.shared = [self.rows, self.select, self.bank]
+            module.register_forward_pre_hook(_anchor)
+
+    def forward(self, input_ids, inputs_embeds=None):
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.half:
+            x = x[: x.shape[0] // 2]
+        residual = None
+        for layer in self.layers:
+            before = residual
+            x, residual = layer(x, residual)
+        if residual is None:
+            return self.norm(x)
+        y, _ = self.norm(x, residual)
+        return y + before if self.again else y
+
+
+def _anchor(module, args):
+    contracts.anchor([*module.shared, *module.tables], module.number)
+
+
+class Spliced:
+    """A model compiled with a backend that splices, its graph and its report."""
+
+    def __init__(self, model, **changes):
+        import dataclasses
+
+        self.model = model
+        self.splice = SplicePass(dataclasses.replace(model.plan, **changes))
+        torch._dynamo.reset()
+        self.run = torch.compile(model.forward, backend=self._backend, fullgraph=True)
+
+    def _backend(self, module, inputs):
+        self.report = self.splice(module.graph)
+        module.recompile()
+        self.graph = module.graph
+        return module.forward
+
+    def __call__(self, *args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            if value is not None:
+                torch._dynamo.mark_dynamic(value, 0)
+        with torch.no_grad():
+            return self.run(*args, **kwargs)
+
+    def calls(self, op):
+        return [node for node in self.graph.nodes if node.target is op]
+
+
+IDS = torch.arange(TOKENS)
+
+
+@pytest.mark.parametrize("layer", [FusedLayer, GemmaLayer, AddingLayer, ParallelLayer])
+def test_an_idle_splice_changes_no_value(layer):
+    model = Model(layer)
+    with torch.no_grad():
+        expected = model(IDS)
+    spliced = Spliced(model)
+    torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
+    assert not spliced.calls(contracts.anchor)
+    assert is_spliced(spliced.graph)
+
+
+def test_every_fused_boundary_is_one_op_and_mid_leaves_its_add_to_the_next():
+    spliced = Spliced(Model(FusedLayer))
+    spliced(IDS)
+    ops = spliced.calls(contracts.boundary_)
+    assert len(ops) == spliced.report.num_boundary_ops == 2 * LAYERS + 1
+    assert spliced.report.num_inline_ops == 0
+    assert not spliced.report.missing
+    assert {row.form for row in spliced.report.rows} == {"fused"}
+    assert [node.args[10] for node in ops] == [False, True, False, True, False]
+    assert [node.args[9] is not None for node in ops] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not spliced.calls(OPS.add_norm.default)
+
+
+def test_no_add_is_deferred_when_the_plan_says_so():
+    spliced = Spliced(Model(FusedLayer), defer_adds=False)
+    spliced(IDS)
+    assert not any(node.args[10] for node in spliced.calls(contracts.boundary_))
+
+
+def test_a_boundary_whose_neighbour_is_not_wanted_does_its_own_add():
+    model = Model(FusedLayer, wanted=("residual.mid",))
+    with torch.no_grad():
+        expected = model(IDS)
+    spliced = Spliced(model)
+    torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
+    assert len(spliced.calls(contracts.boundary_)) == LAYERS
+    assert not any(node.args[10] for node in spliced.calls(contracts.boundary_))
+
+
+@pytest.mark.parametrize("layer", [FusedLayer, AddingLayer])
+@pytest.mark.parametrize("submodule", SUBMODULES)
+def test_a_program_acts_where_its_site_says(layer, submodule):
+    model = Model(layer)
+    spliced = Spliced(model)
+    plain = spliced(IDS)
+    table, stage = Site(0, submodule).table
+    entry = Entry(Opcode.ADD, stage, 1, gain=1.5)
+    model.programs[table].copy_(pack_programs([[entry]], 4))
+    model.rows[1:3] = 1
+    changed = spliced(IDS)
+    moved = (changed - plain).abs().amax(dim=-1) > 1e-4
+    assert moved.tolist() == [False, True, True, False, False]
+
+
+def test_a_spliced_graph_and_a_foreign_one_are_left_alone():
+    spliced = Spliced(Model(FusedLayer))
+    spliced(IDS)
+    before = str(spliced.graph)
+    assert spliced.splice(spliced.graph) is None
+    assert str(spliced.graph) == before
+    foreign = torch.fx.symbolic_trace(nn.Linear(2, 2)).graph
+    assert spliced.splice(foreign) is None
+    assert not is_spliced(foreign)
+
+
+def test_rows_that_are_not_the_batchs_tokens_are_refused():
+    spliced = Spliced(Model(FusedLayer, half=True))
+    spliced(IDS)
+    assert not spliced.calls(contracts.boundary_)
+    reasons = {row.reason for row in spliced.report.missing}
+    assert len(spliced.report.missing) == len(spliced.report.rows)
+    assert any("are not the batch's tokens" in reason for reason in reasons)
+
+
+def test_the_one_that_gemma_adds_to_its_weights_moves_into_the_op():
+    spliced = Spliced(Model(GemmaLayer))
+    spliced(IDS)
+    assert {node.args[3] for node in spliced.calls(contracts.boundary_)} == {1.0}
+    assert not spliced.calls(operator.add)
+
+
+def test_a_stream_that_is_read_again_is_copied():
+    model = Model(FusedLayer, again=True)
+    with torch.no_grad():
+        expected = model(IDS)
+    spliced = Spliced(model)
+    torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [FusedLayer, AddingLayer])
+def test_a_stream_that_is_an_input_is_not_written_to(layer):
+    model = Model(layer)
+    embeds = torch.randn(TOKENS, HIDDEN)
+    before = embeds.clone()
+    spliced = Spliced(model)
+    plain = spliced(None, inputs_embeds=embeds)
+    table, stage = Site(0, "residual.pre").table
+    program = pack_programs([[Entry(Opcode.ADD, stage, 1, gain=9.0)]], 4)
+    model.programs[table].copy_(program)
+    model.rows.fill_(1)
+    assert (spliced(None, inputs_embeds=embeds) - plain).abs().max() > 1e-3
+    assert torch.equal(embeds, before)
+
+
+def test_a_scaled_branch_is_the_blocks_output_before_the_scale():
+    spliced = Spliced(Model(AddingLayer))
+    spliced(IDS)
+    rows = {row.site: row for row in spliced.report.rows}
+    assert {row.form for row in spliced.report.rows} == {"inline"}
+    scaled = next(n for n in spliced.graph.nodes if n.target is operator.mul)
+    assert rows[Site(0, "mlp.post")].node == scaled.args[1].name or (
+        rows[Site(0, "mlp.post")].node == scaled.args[0].name
+    )
+
+
+def test_parallel_blocks_say_what_they_lack():
+    spliced = Spliced(Model(ParallelLayer))
+    spliced(IDS)
+    missing = {row.site.submodule for row in spliced.report.missing}
+    assert missing == {"residual.mid", "mlp.pre"}
+    assert all("in parallel" in row.reason for row in spliced.report.missing)
+    assert Site(0, "attention.post").table[1] == Stage.BRANCH
