@@ -7,7 +7,7 @@ from eyesplice._errors import SpecError
 from eyesplice.integration.config import KEY, requested
 from eyesplice.integration.deployment import deployment_salt
 
-logger = logging.getLogger("eyesplice")
+logger = logging.getLogger("vllm.eyesplice")
 
 
 def activate(vllm_config: Any) -> None:

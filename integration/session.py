@@ -10,7 +10,7 @@ from eyesplice.fx_passes.report import SpliceReport
 from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
 from eyesplice.integration.deployment import Deployment
 
-logger = logging.getLogger("eyesplice")
+logger = logging.getLogger("vllm.eyesplice")
 
 
 class Session:

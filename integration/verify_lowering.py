@@ -16,7 +16,7 @@ from torch import fx
 
 from eyesplice.fx_passes.splice_pass import SPLICED
 
-logger = logging.getLogger("eyesplice")
+logger = logging.getLogger("vllm.eyesplice")
 
 
 def verify_lowering(graph: fx.Graph) -> int:

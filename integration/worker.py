@@ -17,7 +17,7 @@ from eyesplice.integration.router import Router
 from eyesplice.integration.runners import RunnerHooks
 from eyesplice.integration.session import Session, open_session
 
-logger = logging.getLogger("eyesplice")
+logger = logging.getLogger("vllm.eyesplice")
 
 _PREPARED = "eyesplice_prepared"
 _MOE_OPS = frozenset({"vllm::moe_forward", "vllm::moe_forward_shared"})
