@@ -35,6 +35,11 @@ def find_heads(
         if layer is None or layer in done or op_name(node) not in plan.attention_ops:
             continue
         table = Table("heads", layer)
+        if plan.tensor_parallel_size > 1:
+            found.missing[table, Stage.BRANCH] = (
+                "under tensor parallelism a rank holds only its own heads"
+            )
+            continue
         value = _head_output(node, layers, tokens)
         if isinstance(value, str):
             # Some models call a helper op first: only the last word counts.

@@ -330,3 +330,14 @@ def test_parallel_blocks_say_what_they_lack():
     assert missing == {"residual.mid", "mlp.pre"}
     assert all("in parallel" in row.reason for row in spliced.report.missing)
     assert Site(0, "attention.post").table[1] == Stage.BRANCH
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_are_armed_where_a_rank_holds_them_all(ranks):
+    model = Model(FusedLayer, wanted=("attention.heads",))
+    spliced = Spliced(model, tensor_parallel_size=ranks)
+    spliced(IDS)
+    assert len(spliced.calls(contracts.inline_)) == (LAYERS if ranks == 1 else 0)
+    reasons = [row.reason for row in spliced.report.missing]
+    assert all("its own heads" in reason for reason in reasons)
+    assert len(reasons) == (0 if ranks == 1 else LAYERS)
