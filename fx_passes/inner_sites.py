@@ -72,13 +72,12 @@ def _head_output(
 
 
 def _views_after(value: fx.Node, node: fx.Node, layers: LayerMap) -> list[fx.Node]:
-    """The value and its chain of views, those that exist once `node` has run."""
-    chain = [value] if layers.order(value) >= layers.order(node) else []
+    """The views of the value that are made once `node` has run, then the value."""
+    chain: list[fx.Node] = []
     for user in sorted(value.users, key=layers.order):
         if is_view(user) and layers.order(user) > layers.order(node):
-            chain.append(user)
             chain.extend(_views_after(user, node, layers))
-    return chain
+    return [*chain[::-1], value] if chain else [value]
 
 
 def find_router_logits(
