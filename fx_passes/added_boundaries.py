@@ -9,6 +9,7 @@ The stream is followed from the value that enters layer 0, add by add. Parallel 
 """
 
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -41,6 +42,15 @@ def find_added_boundaries(
     _Walk(layers, plan, tokens, found).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Add:
+    """One add to the stream: the node, the stream it adds to, and where it stands."""
+
+    node: fx.Node
+    stream: fx.Node
+    layer: int | None
+
+
 class _Walk:
     """One walk along the residual stream."""
 
@@ -59,20 +69,75 @@ class _Walk:
         self._attention: dict[int, fx.Node] = {}
 
     def run(self) -> None:
-        adds: dict[int, list[fx.Node]] = {}
+        adds: list[_Add] = []
         for node in self._layers.nodes:
             layer = self._layers.layer(node)
-            if layer is None:
-                continue
-            if op_name(node) in self._plan.attention_ops:
+            if op_name(node) in self._plan.attention_ops and layer is not None:
                 self._attention.setdefault(layer, node)
             if self._stream is None:
-                self._enter(node)
+                if layer == 0:
+                    self._enter(node)
             elif self._is_stream_add(node):
-                adds.setdefault(layer, []).append(node)
+                adds.append(_Add(node, self._stream, layer))
                 self._stream = node
-        for layer, nodes in adds.items():
-            self._layer(layer, nodes)
+        placed = self._place(adds)
+        reason = self._refuse(placed, len(adds))
+        if reason is not None:
+            self._found.inline.clear()
+            self._found.missing.update(
+                {(table, s): reason for table in self._boundaries() for s in Stage}
+            )
+            return
+        for layer in range(self._plan.num_layers):
+            self._layer(layer, placed)
+
+    def _boundaries(self) -> list[Table]:
+        numbers = range(self._plan.num_layers + 1)
+        return [Table(kind, n) for kind in ("pre", "mid") for n in numbers]
+
+    def _place(self, adds: list["_Add"]) -> dict[Table, "_Add"]:
+        """The boundary of each add, by where it stands to its layer's attention.
+
+        Before it, the add is the one of the MLP of the layer before, done late (as in
+        Nemotron's norms); after it, the first is attention's and the second the MLP's.
+        """
+        placed: dict[Table, _Add] = {}
+        for add in adds:
+            if add.layer is None:
+                table = Table("pre", self._plan.num_layers)
+            elif not self._after_attention(add):
+                table = Table("pre", add.layer)
+            elif Table("mid", add.layer) not in placed:
+                table = Table("mid", add.layer)
+            else:
+                table = Table("pre", add.layer + 1)
+            placed.setdefault(table, add)
+        # A layer's only add ends it: attention and MLP were added to one another.
+        for layer in range(self._plan.num_layers):
+            mid, post = Table("mid", layer), Table("pre", layer + 1)
+            if mid in placed and post not in placed:
+                placed[post] = placed.pop(mid)
+        return placed
+
+    def _after_attention(self, add: "_Add") -> bool:
+        attention = self._attention.get(-1 if add.layer is None else add.layer)
+        order = self._layers.order
+        return attention is None or order(add.node) > order(attention)
+
+    def _refuse(self, placed: dict[Table, "_Add"], num_adds: int) -> str | None:
+        """Why the adds are not those of one residual stream through every layer."""
+        if self._stream is None:
+            return (
+                "no [tokens, hidden] value enters the first layer (models that run "
+                "through vLLM's Transformers backend hold [1, tokens, hidden])"
+            )
+        form = "the layers are not of the form h + block(norm(h)), twice each"
+        for layer in range(self._plan.num_layers):
+            if Table("pre", layer + 1) not in placed:
+                return f"no add to the residual stream ends layer {layer}: {form}"
+        if num_adds != len(placed):
+            return f"{num_adds} adds to the residual stream were found: {form}"
+        return None
 
     def _enter(self, node: fx.Node) -> None:
         """The first matrix from outside that a node of layer 0 reads is the stream."""
@@ -105,40 +170,26 @@ class _Walk:
         others = [a for a in add.args[:2] if a is not stream and isinstance(a, fx.Node)]
         return others[0] if len(others) == 1 else None
 
-    def _stream_of(self, add: fx.Node) -> fx.Node:
-        """The operand of a stream add that is the stream: the one from further back."""
-        first, second = (a for a in add.args[:2] if isinstance(a, fx.Node))
-        order = self._layers.order
-        return first if order(first) < order(second) else second
-
-    def _layer(self, layer: int, adds: list[fx.Node]) -> None:
+    def _layer(self, layer: int, placed: dict[Table, "_Add"]) -> None:
         mid, post = Table("mid", layer), Table("pre", layer + 1)
-        streams = [self._stream_of(add) for add in adds]
-        if len(adds) == 2 and layer in self._attention:
-            first, second = adds
-            self._branch_value(mid, first, streams[0])
-            self._branch_value(post, second, streams[1])
-            self._add(post, Stage.STREAM, second)
-            self._normed(post, second, layer + 1)
-            if set(first.users) == {second}:
-                self._parallel(mid)
-            else:
-                self._add(mid, Stage.STREAM, first)
-                self._normed(mid, first, layer)
-        elif len(adds) == 1:
-            self._add(post, Stage.STREAM, adds[0])
-            self._normed(post, adds[0], layer + 1)
-            self._joint_branch(layer, adds[0], streams[0])
+        first, second = placed.get(mid), placed[post]
+        self._add(post, Stage.STREAM, second.node)
+        self._normed(post, second.node, layer + 1)
+        if first is None:
+            self._joint_branch(layer, second)
+            return
+        self._branch_value(mid, first)
+        self._branch_value(post, second)
+        if set(first.node.users) == {second.node}:
+            self._parallel(mid)
         else:
-            reason = f"layer {layer} adds to the stream {len(adds)} times, not twice"
-            for stage in Stage:
-                self._found.missing[mid, stage] = reason
-                self._found.missing[post, stage] = reason
+            self._add(mid, Stage.STREAM, first.node)
+            self._normed(mid, first.node, layer)
 
-    def _joint_branch(self, layer: int, add: fx.Node, stream: fx.Node) -> None:
+    def _joint_branch(self, layer: int, add: "_Add") -> None:
         """One add in the layer: `h + (attention + mlp)`, or a layer of one block."""
         mid, post = Table("mid", layer), Table("pre", layer + 1)
-        branch = self._branch(add, stream)
+        branch = self._branch(add.node, add.stream)
         self._parallel(mid)
         attention = self._attention.get(layer)
         parts = [a for a in branch.args[:2] if isinstance(a, fx.Node)] if branch else []
@@ -172,12 +223,12 @@ class _Walk:
         self._found.missing[mid, Stage.STREAM] = reason
         self._found.missing[mid, Stage.NORMED] = reason
 
-    def _branch_value(self, table: Table, add: fx.Node, stream: fx.Node) -> None:
-        branch = self._branch(add, stream)
+    def _branch_value(self, table: Table, add: "_Add") -> None:
+        branch = self._branch(add.node, add.stream)
         if branch is None:
             self._found.missing[table, Stage.BRANCH] = "the add has no tensor branch"
             return
-        before = add
+        before = add.node
         # `h + multiplier * branch` (Granite): the component's output is the branch.
         while branch.target in _MULTIPLICATIONS:
             tensors = [a for a in branch.args if isinstance(a, fx.Node)]
@@ -210,7 +261,9 @@ class _Walk:
         leaving = [
             node
             for node in inside
-            if any(user not in inside for user in node.users) and self._is_float(node)
+            if node is not stream
+            and any(user not in inside for user in node.users)
+            and self._is_float(node)
         ]
         if len(leaving) != 1:
             self._found.missing[table, Stage.NORMED] = (

@@ -71,6 +71,15 @@ class Program:
     clauses: tuple[Clause, ...]
     tables: Mapping[Table, tuple[Entry, ...]]
 
+    @property
+    def depends_on_prompt_length(self) -> bool:
+        """Whether a token's part in the program depends on where its prompt ends.
+
+        Then equal prefixes of prompts of unequal lengths are not computed alike.
+        """
+        relative = (ClauseKind.PROMPT, ClauseKind.GENERATED, ClauseKind.LAST)
+        return any(c.kind in relative or c.flags for c in self.clauses)
+
 
 def pack(entries: Sequence[Entry], max_entries: int) -> Tensor:
     """One row of a program table: its header, then the entries sorted by stage.

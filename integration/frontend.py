@@ -5,10 +5,13 @@ from typing import Any, Final
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.lowering import lower
+from eyesplice.fx_passes.program import Program
 from eyesplice.fx_passes.request import parse_request
 from eyesplice.integration.config import KEY
 from eyesplice.integration.deployment import Deployment
 from eyesplice.integration.refusal import served
+from eyesplice.integration.router import prompt_length
 
 KEYS: Final = (KEY, "hotwire")
 _FRONT: Final = "_eyesplice_front"
@@ -38,12 +41,14 @@ class FrontEnd:
             self._context = self._deployment.context(self._deployment.read_report())
         return self._context
 
-    def admit(self, extra_args: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    def admit(
+        self, extra_args: dict[str, Any]
+    ) -> tuple[dict[str, Any], Program | None]:
         """Validate what a request asks for.
 
         Returns:
-            The arguments for the worker, normalised, and the digest for the cache salt
-            (None when the request asks for nothing).
+            The arguments for the worker, normalised, and the program that the request
+            becomes (None when it asks for nothing).
 
         Raises:
             SpecError: the request cannot be served as written.
@@ -54,10 +59,19 @@ class FrontEnd:
         if request is None or not request.writes:
             return rest, None
         # Lowering finds what parsing cannot: too many entries or conditions.
-        from eyesplice.fx_passes.lowering import lower
-
         program = lower(request, context)
-        return {**rest, KEY: request.canonical()}, program.digest
+        return {**rest, KEY: request.canonical()}, program
+
+
+def cache_salt(program: Program, num_prompt_tokens: int) -> str:
+    """What tells the prefix-cache blocks of a program from all others.
+
+    Under a condition that counts from the prompt's end, a token is treated alike in
+    prompts of one length only: what one request generated may be another's prompt.
+    """
+    if program.depends_on_prompt_length:
+        return f"|{KEY}:{program.digest}:{num_prompt_tokens}"
+    return f"|{KEY}:{program.digest}"
 
 
 def process_inputs(
@@ -77,12 +91,13 @@ def process_inputs(
         if front is None:
             front = FrontEnd(processor.vllm_config)
             setattr(processor, _FRONT, front)
-        admitted, digest = front.admit(extra_args)
+        admitted, program = front.admit(extra_args)
     except SpecError as error:
         raise served(error) from None
     result = original(processor, *args, **kwargs)
     # The processor has cloned the caller's parameters: these are the request's own.
     result.sampling_params.extra_args = admitted or None
-    if digest is not None:
-        result.cache_salt = f"{result.cache_salt or ''}|{KEY}:{digest}"
+    if program is not None:
+        salt = cache_salt(program, prompt_length(result))
+        result.cache_salt = f"{result.cache_salt or ''}{salt}"
     return result

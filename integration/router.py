@@ -52,6 +52,8 @@ class Router:
         self.end(request_id)
         self._programs.acquire(program)
         self._active[request_id] = (program.digest, prompt_len)
+        # The id may be one of the last batch: a reused one means another program.
+        self._batch = []
 
     def end(self, request_id: str) -> None:
         """A request ended; unknown ids (requests without a program) are fine."""
@@ -138,8 +140,8 @@ def _present(items: Iterable[tuple[str, int] | None]) -> Iterable[tuple[str, int
     return (item for item in items if item is not None)
 
 
-def prompt_length(new_request: Any) -> int:
-    """Tokens in the prompt of a `NewRequestData`, generated ones excluded."""
-    if new_request.prompt_token_ids is not None:
-        return len(new_request.prompt_token_ids)
-    return int(new_request.prompt_embeds.shape[0])
+def prompt_length(request: Any) -> int:
+    """Tokens in the prompt of one of vLLM's requests, generated ones excluded."""
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return int(request.prompt_embeds.shape[0])

@@ -2,7 +2,18 @@
 
 import pytest
 
-from tests.engine import Ask, Engine, asking, assert_same, distance, prompt, write
+from tests import oracle as judge
+from tests.engine import (
+    Ask,
+    Engine,
+    asking,
+    assert_judged,
+    assert_same,
+    distance,
+    prompt,
+    write,
+)
+from tests.integration.conftest import Vectors
 
 pytestmark = pytest.mark.engine
 
@@ -69,3 +80,27 @@ def test_a_batch_of_one_prompt_does_not_mix_its_programs(
     assert_same(plain_too, expected)
     assert_same(one, one_too)
     assert distance(one, other) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("when", "shared"),
+    [("all", True), ("generated", False), ("prompt", False), ("positions(-9:)", False)],
+)
+def test_what_was_generated_is_prompt_in_the_next_turn(
+    llama: Engine, llama_oracle, vectors: Vectors, when: str, shared: bool
+):
+    spec = asking(write("v0", [1], scale=2.0, when=when))
+    turn = prompt(70, 90 + len(when))
+    first = llama.ask(Ask(turn, spec, max_tokens=60, prompt_logprobs=False))[0]
+    # 130 tokens: four blocks of 32 that the first turn has computed.
+    longer = [*turn, *first.tokens]
+    second = llama.ask(Ask(longer, spec, prompt_logprobs=False))[0]
+    assert (second.cached > 0) == shared
+    masks = {
+        "all": judge.all_tokens,
+        "generated": judge.generated,
+        "prompt": judge.prompt,
+        "positions(-9:)": lambda at, n: at >= n - 9,
+    }
+    edit = judge.where(judge.add(vectors["v0"], 2.0), masks[when])
+    assert_judged(llama_oracle, second, judge.Intervention("residual.post", 1, edit))

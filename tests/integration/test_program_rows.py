@@ -10,6 +10,7 @@ from eyesplice.fx_passes.program import Clause, Entry, Program, pack, pack_claus
 from eyesplice.fx_passes.sites import Site, Table
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.programs import ProgramRows
+from eyesplice.integration.router import Router
 from eyesplice.ops.layout import ClauseKind, Opcode, Stage
 
 ROOM, ENTRIES, LAYERS = 3, 2, 4
@@ -85,3 +86,43 @@ def test_rows_of_ended_programs_come_back_clean(buffers: Buffers):
         _assert_holds(buffers, rows.place([program.digest])[program.digest], program)
         rows.release(program.digest)
     assert rows.live == 0
+
+
+class Step:
+    """One step of a batch of one-token requests through the router."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers, self.router = buffers, Router(buffers)
+
+    def rows(self, *ids: str) -> list[int]:
+        starts = torch.arange(len(ids) + 1, dtype=torch.int32)
+        self.router.step(ids, starts, torch.zeros(len(ids)).long(), len(ids))
+        return self.buffers.row_of_token.tolist()[: len(ids)]
+
+
+def test_an_id_that_is_used_again_gets_its_own_program(buffers: Buffers):
+    step = Step(buffers)
+    step.router.begin("other", _program(1), 4)
+    other, plain = step.rows("other", "again")
+    assert other and not plain
+    # "again" ends and comes back with a program while the batch has the same ids.
+    step.router.end("again")
+    step.router.begin("again", _program(2), 4)
+    still, steered = step.rows("other", "again")
+    assert still == other
+    assert steered not in (0, other)
+    _assert_holds(buffers, steered, _program(2))
+    step.router.end("again")
+    assert step.rows("other", "again") == [other, 0]
+
+
+def test_the_maps_are_cleared_once_and_then_left_alone(buffers: Buffers):
+    step = Step(buffers)
+    step.router.begin("a", _program(1), 4)
+    assert step.rows("a", "a", "a") != [0, 0, 0]
+    assert step.rows("b") == [0]
+    assert not buffers.row_of_token.any()
+    step.router.end("a")
+    assert step.rows("b") == [0]
+    buffers.row_of_token.fill_(7)
+    assert step.rows("b") == [7], "an idle engine writes nothing"
