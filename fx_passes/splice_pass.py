@@ -60,7 +60,8 @@ class SplicePass:
             # A first norm alone is no chain of fused adds: the model adds in plain sight.
             added = Found()
             find_added_boundaries(layers, plan, tokens, added)
-            found = added if added.inline else found
+            if added.inline or not found.missing:
+                found = added
         find_heads(layers, plan, tokens, found)
         find_router_logits(layers, plan, tokens, found)
         return found

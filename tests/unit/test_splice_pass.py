@@ -341,3 +341,76 @@ def test_heads_are_armed_where_a_rank_holds_them_all(ranks):
     reasons = [row.reason for row in spliced.report.missing]
     assert all("its own heads" in reason for reason in reasons)
     assert len(reasons) == (0 if ranks == 1 else LAYERS)
+
+
+class PostNormLayer(Layer):
+    """Norms after the add: the stream is what the norm makes of it."""
+
+    def forward(self, x, residual):
+        x = self.ln1(x + self.attn(x))
+        return self.ln2(x + self.mlp(x)), None
+
+
+class LateAddLayer(Layer):
+    """Adds the MLP of the layer before in its own first norm, as Nemotron does."""
+
+    def forward(self, x, residual):
+        stream = x if residual is None else x + residual
+        mid = stream + self.attn(self.ln1(stream))
+        return self.mlp(self.ln2(mid)), mid
+
+
+class LateAddModel(Model):
+    def forward(self, input_ids, inputs_embeds=None):
+        x, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return self.norm(x + residual)
+
+
+def test_norms_after_the_add_are_refused_with_the_reason():
+    spliced = Spliced(Model(PostNormLayer))
+    spliced(IDS)
+    assert not spliced.calls(contracts.inline_)
+    reasons = {row.reason for row in spliced.report.missing}
+    assert len(spliced.report.missing) == len(spliced.report.rows)
+    assert all("no add to the residual stream ends layer" in r for r in reasons)
+
+
+@pytest.mark.parametrize("submodule", SUBMODULES)
+def test_an_add_that_comes_late_belongs_to_the_layer_before(submodule):
+    model = LateAddModel(LateAddLayer)
+    spliced = Spliced(model)
+    plain = spliced(IDS)
+    assert not spliced.report.missing
+    table, stage = Site(0, submodule).table
+    model.programs[table].copy_(pack_programs([[Entry(Opcode.ADD, stage, 1)]], 4))
+    model.rows[1:3] = 1
+    edit = {1: model.bank[1], 2: model.bank[1]}
+
+    def by_hand():
+        x, residual = model.embed(IDS), None
+        for number, layer in enumerate(model.layers):
+
+            def at(name, value, number=number):
+                if number == 0 and name == submodule:
+                    value = value.clone()
+                    for token, vector in edit.items():
+                        value[token] += vector
+                return value
+
+            if residual is not None:
+                x = x + residual
+            if number == 1 and submodule == "residual.post":
+                for token, vector in edit.items():
+                    x[token] += vector
+            stream = at("residual.pre", x)
+            attention = layer.attn(at("attention.pre", layer.ln1(stream)))
+            residual = at("residual.mid", stream + at("attention.post", attention))
+            x = at("mlp.post", layer.mlp(at("mlp.pre", layer.ln2(residual))))
+        return model.norm(x + residual)
+
+    with torch.no_grad():
+        expected = by_hand()
+    torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-5)
+    assert (expected - plain).abs().max() > 1e-3
