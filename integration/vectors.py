@@ -14,6 +14,7 @@ from torch import Tensor
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import VectorInfo
 
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FIRST_ROW: Final = 1
 """Row 0 of the bank is all zeros."""
 
@@ -130,28 +131,26 @@ class VectorRegistry:
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
+    suffix = file.suffix.lower()
+    if suffix == ".pt":
+        yield file.stem, _only_tensor(file)
+    if suffix != ".safetensors":
+        return
     try:
-        if file.suffix == ".safetensors":
-            tensors = load_file(file)
-            for key in sorted(tensors):
-                yield (
-                    (file.stem if len(tensors) == 1 else f"{file.stem}.{key}"),
-                    tensors[key],
-                )
-        elif file.suffix == ".pt":
-            yield file.stem, _only_tensor(file)
-    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError) as error:
-        if isinstance(error, SpecError):
-            raise
+        tensors = load_file(file)
+    except (OSError, SafetensorError, ValueError) as error:
         raise _unreadable(file, error) from error
+    if not tensors:
+        raise _unreadable(file, ValueError("it holds no tensor"))
+    for key in sorted(tensors):
+        yield (file.stem if len(tensors) == 1 else f"{file.stem}.{key}"), tensors[key]
 
 
 def _only_tensor(file: Path) -> Tensor:
-    import pickle
-
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    # The unpickler gives malformed files away by whatever error they happen to cause.
+    except Exception as error:
         raise _unreadable(file, error) from error
     if isinstance(loaded, dict):
         loaded = next((v for v in loaded.values() if isinstance(v, Tensor)), None)
@@ -171,12 +170,23 @@ def _unreadable(file: Path, error: Exception) -> SpecError:
 
 
 def _check(name: str, tensor: Tensor, width: int) -> None:
+    if (
+        tensor.layout != torch.strided
+        or tensor.device.type != "cpu"
+        or tensor.is_nested
+    ):
+        raise SpecError(
+            f"vector {name}",
+            f"a {tensor.layout} tensor on {tensor.device}",
+            "a dense tensor with values",
+            "store it as one",
+        )
     shape = list(tensor.shape)
-    if not tensor.is_floating_point() or tensor.dim() not in (1, 2) or 0 in shape:
+    if tensor.dtype not in _DTYPES or tensor.dim() not in (1, 2) or 0 in shape:
         raise SpecError(
             f"vector {name}",
             f"{tensor.dtype} {shape}",
-            "a float tensor [hidden] or [layers, hidden]",
+            "float16, bfloat16, float32 or float64, [hidden] or [layers, hidden]",
             "store the vector in that shape",
         )
     if shape[-1] > width:
