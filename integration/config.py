@@ -79,6 +79,13 @@ class EyespliceConfig(BaseModel):
             case _:
                 for entry in self.sites:
                     chosen |= _entry(entry, num_layers)
+        if not chosen:
+            raise SpecError(
+                "sites",
+                self.sites,
+                "at least one submodule",
+                "name one, or leave the key out for the default",
+            )
         # One value with two names: whoever arms one has armed the other.
         for site in list(chosen):
             if site.submodule == "residual.post" and site.layer + 1 < num_layers:

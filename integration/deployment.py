@@ -98,7 +98,7 @@ def bank_width(config: EyespliceConfig, shape: ModelShape) -> int:
     """Elements per bank row: the widest value that a program can act on."""
     wanted = config.wanted(shape.num_layers, shape.num_experts)
     widths = shape.widths()
-    return max(shape.hidden_size, *(widths[site.submodule] for site in wanted))
+    return max([shape.hidden_size, *(widths[site.submodule] for site in wanted)])
 
 
 def deployment_salt(config: EyespliceConfig, vllm_config: Any) -> str:
