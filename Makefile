@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix bench clean
+.PHONY: help setup demo test check fix clean
 
 ARGS ?=
 
@@ -21,9 +21,6 @@ check: setup ## format, lint, types and the direction of imports
 
 fix: setup ## repair what a tool can repair
 	@scripts/fix
-
-bench: setup ## what steering costs on this machine
-	@.venv/bin/eyesplice bench $(ARGS)
 
 clean: ## remove .venv, caches and build output
 	rm -rf .venv build dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache \

@@ -1,4 +1,4 @@
-"""Read, steer and gate a model's activations inside vLLM's compiled graph.
+"""Steer a model's activations inside vLLM's compiled graph.
 
 Importing this package loads neither vLLM nor Triton; the rooms behind it
 (`eyesplice.ops`, `eyesplice.fx_passes`, `eyesplice.integration`) load what they

@@ -69,9 +69,31 @@ def find_fused_boundaries(
         elif isinstance(boundary, FusedBoundary):
             found.fused.append(boundary)
     # A table refused after it was found (a second add) must not be spliced either.
+    if any(boundary.branch for boundary in found.fused):
+        _refuse_odd_layers(tables, after_attention, plan, found)
     found.fused = [
         b for b in found.fused if (b.table, Stage.STREAM) not in found.missing
     ]
+
+
+def _refuse_odd_layers(
+    tables: set[Table], with_attention: set[int], plan: SplicePlan, found: Found
+) -> None:
+    """Refuse the boundaries of layers that are not attention, then MLP.
+
+    In a layer of one block, what follows from a boundary's place (whose input y is, whose
+    output x is) does not hold.
+    """
+    for layer in range(plan.num_layers):
+        around = (Table("pre", layer), Table("mid", layer), Table("pre", layer + 1))
+        if layer in with_attention and all(table in tables for table in around):
+            continue
+        for table in around:
+            for stage in Stage:
+                found.missing[table, stage] = (
+                    f"layer {layer} is not an attention block followed by an MLP, each "
+                    "added to the residual stream"
+                )
 
 
 def defer_adds(

@@ -25,6 +25,8 @@ from eyesplice.fx_passes.writes import Write
 from eyesplice.ops.layout import Function, Opcode
 
 _MIN_NORM: Final = 1e-18
+_MAX_ADDED: Final = 1e8
+_MAX_GROWTH: Final = 1e6
 _MAX_NORM: Final = 1e18
 """Between these, 1 / |v|^2 is a normal fp32 number."""
 
@@ -41,8 +43,10 @@ def lower(request: Request, context: Context) -> Program:
 
     Raises:
         SpecError: a vector that a kernel cannot divide by the norm of, too many
-            conditions, or too many entries in one table.
+            conditions, too many entries in one table, or writes so large that values
+            could overflow.
     """
+    _refuse_overflow(request, context)
     builder = ClauseBuilder()
     placed: dict[Table, list[tuple[Site, Entry]]] = {}
     for i, write in enumerate(request.writes):
@@ -59,6 +63,34 @@ def lower(request: Request, context: Context) -> Program:
             table: _ordered(table, items, context) for table, items in placed.items()
         },
     )
+
+
+def _refuse_overflow(request: Request, context: Context) -> None:
+    """Keep activations finite: a NaN in the KV cache outlives its request.
+
+    Attention multiplies stale rows of a partly filled block by a weight of 0, and 0
+    times NaN is NaN, in whatever request has the block next. Writes add at most the sum
+    of their lengths, and a projection of scale s multiplies by at most |1 - s|; within
+    the limits the squares and products that a layer forms stay far inside fp32.
+    """
+    added, growth = 0.0, 1.0
+    for i, write in enumerate(request.writes):
+        bounds = [abs(b) for b in (write.lo, write.hi, write.offset) if b is not None]
+        for layer in write.layers:
+            if write.kernel == "steering_vector":
+                squared = context.vectors.squared_norm(write.vector, layer)
+                added += abs(write.scale) * math.sqrt(squared)
+            else:
+                added += abs(write.scale) * max(bounds, default=0.0)
+                growth *= max(1.0, abs(1.0 - write.scale))
+            if added > _MAX_ADDED or growth > _MAX_GROWTH:
+                raise SpecError(
+                    f"writes[{i}].scale",
+                    write.scale,
+                    f"writes that add at most {_MAX_ADDED:g} in all (lengths of the "
+                    f"scaled vectors) and multiply by at most {_MAX_GROWTH:g}",
+                    "use a smaller scale or fewer layers",
+                )
 
 
 def _entry(write: Write, site: Site, clause_mask: int, context: Context) -> Entry:

@@ -42,6 +42,16 @@ def _refuse_unsupported(vllm_config: Any) -> None:
     from vllm.config import CompilationMode
 
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+    if (
+        vllm_config.lora_config is not None
+        and vllm_config.device_config.device_type == "cpu"
+    ):
+        raise SpecError(
+            "LoRA on CPU",
+            True,
+            "LoRA on a GPU: on CPU it disables compilation",
+            "serve without LoRA",
+        )
     if compilation.mode in (None, CompilationMode.NONE):
         raise SpecError(
             "compilation mode",
@@ -69,14 +79,4 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             True,
             "False: dual-batch overlap splits the tokens of a step",
             "switch it off",
-        )
-    if (
-        vllm_config.lora_config is not None
-        and vllm_config.device_config.device_type == "cpu"
-    ):
-        raise SpecError(
-            "LoRA on CPU",
-            True,
-            "LoRA on a GPU: on CPU it disables compilation",
-            "serve without LoRA",
         )

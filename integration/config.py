@@ -133,11 +133,13 @@ def parse_config(value: object) -> EyespliceConfig:
         return EyespliceConfig.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or KEY
+        where = str(first["loc"][0]) if first["loc"] else KEY
+        keys = ", ".join(sorted(set(EyespliceConfig.model_fields) - {"salt"}))
+        known = first["type"] != "extra_forbidden"
         raise SpecError(
             f"configuration key {where}",
             first["input"],
-            first["msg"] + "; keys: " + ", ".join(sorted(EyespliceConfig.model_fields)),
+            f"{first['msg']} (keys: {keys})" if known else f"the keys {keys}",
             "correct it in additional_config or in the file of " + CONFIG_VARIABLE,
         ) from error
 

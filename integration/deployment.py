@@ -80,11 +80,23 @@ class Deployment:
             ) from error
 
     def write_report(self, report: SpliceReport) -> None:
-        """Leave the site table for the front end and for warm starts, atomically."""
-        self.report_path.parent.mkdir(parents=True, exist_ok=True)
+        """Leave the site table for the front end and for warm starts, atomically.
+
+        Raises:
+            SpecError: it cannot be written.
+        """
         temporary = self.report_path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(report.to_json())
-        temporary.replace(self.report_path)
+        try:
+            self.report_path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(report.to_json())
+            temporary.replace(self.report_path)
+        except OSError as error:
+            raise SpecError(
+                "VLLM_CACHE_ROOT",
+                str(self.report_path.parent),
+                "a folder that the engine can write to",
+                f"point VLLM_CACHE_ROOT at one ({error})",
+            ) from error
 
 
 def switched_on(vllm_config: Any) -> EyespliceConfig | None:

@@ -24,6 +24,11 @@ class FrontEnd:
         self._deployment = Deployment.of(vllm_config)
         self._context: Context | None = None
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a request that are ours: not hotwire's unless switched on."""
+        return KEYS if self._deployment is not None else (KEY,)
+
     def context(self) -> Context:
         """What requests can name.
 
@@ -74,6 +79,15 @@ def cache_salt(program: Program, num_prompt_tokens: int) -> str:
     return f"|{KEY}:{program.digest}"
 
 
+def open_front_end(processor: Any) -> None:
+    """Read what the engine deploys, once, when its front end is made.
+
+    Raises:
+        SpecError: vectors that cannot be registered.
+    """
+    setattr(processor, _FRONT, FrontEnd(processor.vllm_config))
+
+
 def process_inputs(
     original: Callable[..., Any], processor: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -84,13 +98,10 @@ def process_inputs(
     """
     params = kwargs["params"] if "params" in kwargs else args[2]
     extra_args = getattr(params, "extra_args", None)
-    if not extra_args or not any(key in extra_args for key in KEYS):
+    front: FrontEnd = getattr(processor, _FRONT)
+    if not extra_args or not any(key in extra_args for key in front.keys):
         return original(processor, *args, **kwargs)
     try:
-        front = getattr(processor, _FRONT, None)
-        if front is None:
-            front = FrontEnd(processor.vllm_config)
-            setattr(processor, _FRONT, front)
         admitted, program = front.admit(extra_args)
     except SpecError as error:
         raise served(error) from None

@@ -110,6 +110,13 @@ INIT_DEVICE: Final = PrivateName(
     versions="0.25.1 and 0.32.0; the worker is `self.worker`",
     when_gone="subclass the worker and set parallel_config.worker_cls",
 )
+INPUT_PROCESSOR_INIT: Final = PrivateName(
+    "vllm.v1.engine.input_processor",
+    "InputProcessor.__init__",
+    why="wrapped: the front end reads the vectors when the engine starts, as workers do",
+    versions="0.25.1 and 0.32.0; sets self.vllm_config",
+    when_gone="read them at the first request that names one",
+)
 PROCESS_INPUTS: Final = PrivateName(
     "vllm.v1.engine.input_processor",
     "InputProcessor.process_inputs",

@@ -20,6 +20,7 @@ def register() -> None:
     wrap(ledger.CREATE_ENGINE_CONFIG, _create_engine_config)
     wrap(ledger.INIT_BACKEND, _init_backend)
     wrap(ledger.INIT_DEVICE, _init_device)
+    wrap(ledger.INPUT_PROCESSOR_INIT, _input_processor_init)
     wrap(ledger.PROCESS_INPUTS, _process_inputs)
 
 
@@ -69,6 +70,15 @@ def _init_device(
 
     prepare_worker(self.worker, self.vllm_config)
     return original(self, *args, **kwargs)
+
+
+def _input_processor_init(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> None:
+    from eyesplice.integration.frontend import open_front_end
+
+    original(self, *args, **kwargs)
+    open_front_end(self)
 
 
 def _process_inputs(

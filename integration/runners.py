@@ -4,15 +4,21 @@ V1    _update_states -> begin/end    _prepare_inputs -> step    _dummy_run -> cl
 V2    finish_requests, add_requests -> end/begin    prepare_inputs -> step
 """
 
+import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.lowering import lower
 from eyesplice.fx_passes.request import parse_request
 from eyesplice.integration import ledger
+from eyesplice.integration.config import KEY
 from eyesplice.integration.ledger import PrivateName
 from eyesplice.integration.router import Router, prompt_length
+
+logger = logging.getLogger("vllm.eyesplice")
 
 
 class RunnerHooks:
@@ -44,12 +50,20 @@ class RunnerHooks:
         for new in scheduler_output.scheduled_new_reqs:
             self.router.end(new.req_id)
             params = new.sampling_params
-            if params is None or not params.extra_args:
+            text = (params.extra_args or {}).get(KEY) if params else None
+            if text is None:
                 continue
-            request = parse_request(params.extra_args, self._context())
-            if request is not None:
+            try:
+                # The front end's own text: parsed here, no limit on its length holds.
+                request = parse_request({KEY: json.loads(text)}, self._context())
+                assert request is not None
                 program = lower(request, self._context())
-                self.router.begin(new.req_id, program, prompt_length(new))
+            except SpecError as error:
+                # The front end has admitted it. Only files that changed between the
+                # starts of both lead here, and no other request may pay for that.
+                logger.error("request %s runs UNSTEERED: %s", new.req_id, error)
+                continue
+            self.router.begin(new.req_id, program, prompt_length(new))
 
     def _end(self, scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:

@@ -104,7 +104,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
     worker.eyesplice_router = hooks.router
     worker.eyesplice_buffers = buffers
     logger.info(
-        "eyesplice tables: %.1f MiB, %d vectors, layers at %s",
+        "eyesplice: tables of %.1f MiB, vectors: %d, decoder layers: model path %r",
         buffers.num_bytes() / 2**20,
         len(deployment.registry.names()),
         layers_path,

@@ -31,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
-    help="Read, steer and gate a model's activations inside vLLM, per request.",
+    help="Steer a model's activations inside vLLM, per request.",
 )
 app.command("demo")(demo_command)
 app.command("inspect")(inspect_command)

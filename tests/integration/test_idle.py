@@ -27,7 +27,12 @@ def test_another_idle_model_answers_as_vllm(arch: str, models):
 
 def test_an_engine_that_is_switched_off_refuses_the_key(vanilla: Engine):
     before = vanilla.ask(ASKS[0])[0]
-    for key in ({"eyesplice": asking(write("v0", [0]))}, {"hotwire": {"id": "v0"}}):
-        with pytest.raises(eyesplice.SpecError, match="not switched on"):
-            vanilla.ask(Ask(prompt(4), extra=key))
+    with pytest.raises(eyesplice.SpecError, match="not switched on"):
+        vanilla.ask(Ask(prompt(4), extra={"eyesplice": asking(write("v0", [0]))}))
     assert_same(vanilla.ask(ASKS[0])[0], before, 1e-5)
+
+
+def test_an_engine_that_is_switched_off_leaves_hotwires_key_to_hotwire(vanilla: Engine):
+    before = vanilla.ask(ASKS[0])[0]
+    other = Ask(ASKS[0].prompt, max_tokens=16, extra={"hotwire": {"id": "theirs"}})
+    assert_same(vanilla.ask(other)[0], before, 1e-5)

@@ -229,12 +229,39 @@ def test_a_vector_without_direction_is_refused(kernel, vector):
 
 
 def test_a_gain_beyond_fp32_is_refused():
-    table = request_world.Vectors({"small": torch.full((HIDDEN,), 1e-9)})
+    table = request_world.Vectors({"small": torch.full((HIDDEN,), 1e-18)})
     context = request_world.context(table=table)
     write = {"vector": "small", "layers": 0, "write": "ablate"}
     assert lowered(write, context=context).tables
-    with pytest.raises(SpecError, match=r"writes\[0\]\.scale 1e\+30 .*fp32"):
-        lowered({**write, "scale": 1e30}, context=context)
+    with pytest.raises(SpecError, match=r"writes\[0\]\.scale 100000.0 .*fp32"):
+        lowered({**write, "scale": 1e5}, context=context)
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        [{"scale": 3.4e38}],
+        [{"scale": -1e9}],
+        [{"scale": 6e7, "layers": 0}, {"scale": -6e7, "layers": 1}],
+        [{"write": "ablate", "scale": 1e7}],
+        [{"write": "ablate", "scale": -2000.0, "layers": [0, 1]}],
+        [{"write": "one_sided", "scale": 1.0, "offset": -1e9}],
+        [{"write": "clamp", "lo": 1e9}],
+    ],
+    ids=str,
+)
+def test_writes_that_could_overflow_are_refused(writes):
+    ones = request_world.Vectors({"ones": torch.full((HIDDEN,), HIDDEN**-0.5)})
+    context = request_world.context(table=ones)
+    base = {"vector": "ones", "layers": 0}
+    with pytest.raises(SpecError, match=r"writes\[\d\]\.scale .* add at most"):
+        lowered(*({**base, **write} for write in writes), context=context)
+    modest = [{**base, **write, "scale": 2.0} for write in writes[:1]]
+    for write in modest:
+        write.pop("offset", None)
+        if write.get("write") == "clamp":
+            write["lo"] = 1e6
+    assert lowered(*modest, context=context).tables
 
 
 def test_too_many_entries_name_the_sites_and_the_limit():
