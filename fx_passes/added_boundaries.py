@@ -84,9 +84,8 @@ class _Walk:
         reason = self._refuse(placed, len(adds))
         if reason is not None:
             self._found.inline.clear()
-            self._found.missing.update(
-                {(table, s): reason for table in self._boundaries() for s in Stage}
-            )
+            for table in self._boundaries():
+                self._found.refuse(table, reason)
             return
         for layer in range(self._plan.num_layers):
             self._layer(layer, placed)
@@ -200,8 +199,8 @@ class _Walk:
             or not attention
         ):
             reason = "the layer adds one block to the stream, not attention and MLP"
-            self._found.missing[mid, Stage.BRANCH] = reason
-            self._found.missing[post, Stage.BRANCH] = reason
+            for table in (mid, post):
+                self._found.refuse(table, reason, [Stage.BRANCH])
             return
         block = self._layers.child(attention).split(".")[0]
         if self._layers.child(parts[0]).split(".")[0] != block:
@@ -220,8 +219,7 @@ class _Walk:
             "attention and MLP run in parallel on one normed value: there is no stream "
             "between them (use residual.pre, residual.post or attention.pre)"
         )
-        self._found.missing[mid, Stage.STREAM] = reason
-        self._found.missing[mid, Stage.NORMED] = reason
+        self._found.refuse(mid, reason, [Stage.STREAM, Stage.NORMED])
 
     def _branch_value(self, table: Table, add: "_Add") -> None:
         branch = self._branch(add.node, add.stream)

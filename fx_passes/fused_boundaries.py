@@ -54,23 +54,21 @@ def find_fused_boundaries(
         if table is None:
             continue
         if table in tables:
-            for stage in Stage:
-                found.missing[table, stage] = (
-                    "the layer has more than one residual add here: "
-                    f"{node.name} is another"
-                )
+            found.refuse(
+                table,
+                f"the layer has more than one residual add here: {node.name} is another",
+            )
             continue
         tables.add(table)
         boundary = _boundary(node, table, layers, plan)
         reason = boundary if isinstance(boundary, str) else _refuse(boundary, tokens)
         if reason is not None:
-            for stage in Stage:
-                found.missing[table, stage] = reason
+            found.refuse(table, reason)
         elif isinstance(boundary, FusedBoundary):
             found.fused.append(boundary)
-    # A table refused after it was found (a second add) must not be spliced either.
     if any(boundary.branch for boundary in found.fused):
         _refuse_odd_layers(tables, after_attention, plan, found)
+    # A table refused after it was found (a second add) must not be spliced either.
     found.fused = [
         b for b in found.fused if (b.table, Stage.STREAM) not in found.missing
     ]
@@ -89,11 +87,11 @@ def _refuse_odd_layers(
         if layer in with_attention and all(table in tables for table in around):
             continue
         for table in around:
-            for stage in Stage:
-                found.missing[table, stage] = (
-                    f"layer {layer} is not an attention block followed by an MLP, each "
-                    "added to the residual stream"
-                )
+            found.refuse(
+                table,
+                f"layer {layer} is not an attention block followed by an MLP, each "
+                "added to the residual stream",
+            )
 
 
 def defer_adds(

@@ -45,18 +45,23 @@ def is_view(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in _VIEWS
 
 
-def writes_to(node: fx.Node, value: fx.Node) -> bool:
-    """Whether the op's schema says that it writes to its argument `value`."""
+def _declared(node: fx.Node) -> list[Any]:
+    """The arguments that the schema of a called torch op declares, none for others."""
     target = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
     if not isinstance(target, torch._ops.OpOverload):
-        return False
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        return []
+    return list(target._schema.arguments)
+
+
+def writes_to(node: fx.Node, value: fx.Node) -> bool:
+    """Whether the op's schema says that it writes to its argument `value`."""
+    for index, declared in enumerate(_declared(node)):
+        if declared.alias_info is None or not declared.alias_info.is_write:
             continue
         given = node.args[index] if index < len(node.args) else None
-        if given is value or node.kwargs.get(argument.name) is value:
+        if given is value or node.kwargs.get(declared.name) is value:
             return True
     return False
 
@@ -65,13 +70,9 @@ def argument(node: fx.Node, name: str) -> Any:
     """The argument that an op's schema calls `name`, None when it was not given."""
     if name in node.kwargs:
         return node.kwargs[name]
-    target = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        for index, declared in enumerate(target._schema.arguments):
-            if declared.name == name and index < len(node.args):
-                return node.args[index]
+    for index, declared in enumerate(_declared(node)):
+        if declared.name == name and index < len(node.args):
+            return node.args[index]
     return None
 
 
@@ -79,19 +80,24 @@ class LayerMap:
     """The decoder layer of every node, and the graph order of the nodes."""
 
     def __init__(self, graph: fx.Graph, layers_path: str) -> None:
-        self._pattern = re.compile(rf"{re.escape(layers_path)}\.(\d+)(?:\.(.+))?")
+        pattern = re.compile(rf"{re.escape(layers_path)}\.(\d+)(?:\.(.+))?")
         self.nodes: tuple[fx.Node, ...] = tuple(graph.nodes)
         self._order = {node: index for index, node in enumerate(self.nodes)}
+        # The finders ask for every node's place many times over.
+        self._place: dict[fx.Node, tuple[int, str]] = {}
+        for node in self.nodes:
+            if found := pattern.fullmatch(module_path(node)):
+                self._place[node] = int(found[1]), found[2] or ""
 
     def layer(self, node: fx.Node) -> int | None:
         """The decoder layer the node was traced in, None outside of the layers."""
-        found = self._pattern.fullmatch(module_path(node))
-        return int(found[1]) if found and node.op != "placeholder" else None
+        place = self._place.get(node)
+        return place[0] if place and node.op != "placeholder" else None
 
     def child(self, node: fx.Node) -> str:
         """The path of the node's module below its decoder layer ("mlp.down_proj")."""
-        found = self._pattern.fullmatch(module_path(node))
-        return (found[2] or "") if found else ""
+        place = self._place.get(node)
+        return place[1] if place else ""
 
     def order(self, node: fx.Node) -> int:
         """The node's place in the graph."""

@@ -1,5 +1,6 @@
 """What the finders found, as frozen records that the splice consumes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -61,3 +62,10 @@ class Found:
     fused: list[FusedBoundary] = field(default_factory=list)
     inline: list[InlineValue] = field(default_factory=list)
     missing: dict[tuple[Table, Stage], str] = field(default_factory=dict)
+
+    def refuse(
+        self, table: Table, reason: str, stages: Iterable[Stage] = tuple(Stage)
+    ) -> None:
+        """Say why the table has no value at these stages; by default, at any."""
+        for stage in stages:
+            self.missing[table, stage] = reason
