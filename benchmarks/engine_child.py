@@ -65,7 +65,7 @@ def generate(
     extra_args: list[dict[str, Any] | None],
     logprobs: int | None = None,
 ) -> Any:
-    """Greedy tokens of each prompt, with the chosen tokens' logprobs if asked for."""
+    """Greedy tokens of each prompt, what eyesplice answered, and logprobs if asked for."""
     from vllm import SamplingParams
 
     params = [
@@ -80,7 +80,8 @@ def generate(
         for extra in extra_args
     ]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = [out.outputs[0] for out in llm.generate(inputs, params, use_tqdm=False)]
+    whole = llm.generate(inputs, params, use_tqdm=False)
+    outputs = [out.outputs[0] for out in whole]
     chosen = [
         [
             row[token].logprob
@@ -91,7 +92,8 @@ def generate(
         for out in outputs
     ]
     tokens = [list(out.token_ids) for out in outputs]
-    return {"tokens": tokens, "logprobs": chosen}
+    found = [getattr(out, "eyesplice", None) for out in whole]
+    return {"tokens": tokens, "logprobs": chosen, "eyesplice": found}
 
 
 def decode(

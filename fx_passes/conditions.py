@@ -1,6 +1,7 @@
-"""The `when` language: which tokens of a request a write acts on.
+"""The `when` language: which tokens of a request a function acts on.
 
-    all  prompt  generated  last_token  positions(a:b)  and  or  not  ( )
+    all  prompt  generated  last_token  positions(a:b)  token_in(name or ids)
+    after(condition)  and  or  not  ( )
 
 Python's own parser reads it and a whitelist of its node types is accepted; nothing is
 ever evaluated.
@@ -8,22 +9,43 @@ ever evaluated.
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from eyesplice._errors import SpecError
-from eyesplice.fx_passes.plain import did_you_mean, printable
+from eyesplice.fx_passes.marked import (
+    MAX_DEPTH,
+    MAX_LENGTH,
+    Source,
+    normalise,
+    replaced,
+)
+from eyesplice.fx_passes.plain import did_you_mean
 from eyesplice.fx_passes.program import Clause
+from eyesplice.fx_passes.token_names import TokenNames
 from eyesplice.ops.layout import (
     INT32_MAX,
     MAX_CLAUSES,
+    MAX_TOKEN_IDS,
     RANGE_START_FROM_PROMPT_END,
     RANGE_STOP_FROM_PROMPT_END,
     ClauseKind,
 )
 
-MAX_LENGTH: Final = 2000
-MAX_DEPTH: Final = 32
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_LENGTH",
+    "ClauseBuilder",
+    "Condition",
+    "TokenNames",
+    "check_condition",
+    "normalise",
+    "parse_condition",
+    "resolve_condition",
+    "token_sets_of",
+    "too_many_bits",
+]
 
 _NAMES: Final = {
     "all": Clause(ClauseKind.ALL),
@@ -31,83 +53,121 @@ _NAMES: Final = {
     "generated": Clause(ClauseKind.GENERATED),
     "last_token": Clause(ClauseKind.LAST),
 }
+_CALLS: Final = ("positions", "token_in", "after")
 _ALLOWED: Final = (
-    "all, prompt, generated, last_token and positions(a:b), joined by and, or, not and "
-    "parentheses"
+    "all, prompt, generated, last_token and positions(a:b), token_in(name) or "
+    "token_in(ids), after(condition), joined by and, or, not and parentheses"
 )
-_UNAVAILABLE: Final = re.compile(r"\b(?:token_in|after)\b")
 _FOREIGN: Final = re.compile(r"[^A-Za-z0-9_ ():+-]")
-_POSITIONS: Final = re.compile(r"\bpositions *\(([^()]*)\)")
+_ARGUMENTS: Final = re.compile(r"\b(positions|token_in) *\(([^()]*)\)")
 _INTEGER: Final = r" *([+-]? *[0-9]+)? *"
 _RANGE: Final = re.compile(f"{_INTEGER}(?:(:){_INTEGER})?")
+_IDS: Final = re.compile(r" *(\[)? *([0-9]+(?: *, *[0-9]+)*)? *,? *(?(1)\]) *")
+_SET: Final = re.compile(r""" *(?:([A-Za-z_][\w./-]*)|"([^"]+)"|'([^']+)') *""")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Token ids listed in the condition itself, ascending."""
+
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Conditions joined by AND, OR or NOR."""
+    """Conditions joined by AND, OR or NOR, or one that AFTER looks back for."""
 
     kind: ClauseKind
     parts: tuple["Condition", ...]
 
 
-Condition: TypeAlias = Clause | Combination
+Condition: TypeAlias = Clause | TokenIds | Combination
 
 
-def normalise(text: str) -> str:
-    """The condition with single spaces, which is how it is stored and pointed at."""
-    return " ".join(text.split())
+def check_condition(text: str) -> None:
+    """Refuse what is no condition in any model; a token set may have any name.
+
+    Raises:
+        SpecError: as `parse_condition`.
+    """
+    _Parser(text, TokenNames(sets=None)).parse()
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(text: str, names: TokenNames | None = None) -> Condition:
     """The condition that a `when` string states.
 
     Raises:
-        SpecError: too long, malformed, or something else than the language has; the
-            message marks the place.
+        SpecError: too long, malformed, something else than the language has, or an
+            unknown token set or id; the message marks the place.
     """
-    if len(text) > MAX_LENGTH:
-        raise SpecError(
-            "when",
-            text,
-            f"at most {MAX_LENGTH} characters",
-            "write a shorter condition",
-        )
-    source = normalise(text)
-    if found := _UNAVAILABLE.search(source):
-        raise _marked(source, found.start(), "token conditions are not in this version")
-    if found := _FOREIGN.search(source):
-        raise _marked(source, found.start(), "unexpected character")
-    return _Parser(source).parse()
+    return _Parser(text, names or TokenNames()).parse()
+
+
+def resolve_condition(text: str, names: TokenNames) -> str:
+    """The condition single-spaced, its token sets under their full names.
+
+    Raises:
+        SpecError: as `parse_condition`.
+    """
+    parser = _Parser(text, names)
+    parser.parse()
+    return replaced(parser.source.text, parser.renamed)
+
+
+def token_sets_of(text: str) -> Iterator[str]:
+    """The full names of the token sets of a resolved condition."""
+    for found in _ARGUMENTS.finditer(text):
+        if found[1] == "token_in" and (name := _SET.fullmatch(found[2])):
+            yield next(filter(None, name.groups()))
 
 
 @dataclass
 class ClauseBuilder:
-    """The clauses of one program, each written once."""
+    """The clauses of one program, each written once, and the ids that they list."""
 
     clauses: list[Clause] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    names: TokenNames = field(default_factory=TokenNames)
 
     def add(self, text: str) -> int:
         """Index of the clause that is true where the condition `text` is.
 
         Raises:
-            SpecError: as `parse_condition`, or more than MAX_CLAUSES clauses.
+            SpecError: as `parse_condition`, more than MAX_CLAUSES clauses, or more than
+                MAX_TOKEN_IDS listed ids.
         """
         try:
-            return self._index(parse_condition(text))
+            return self._index(parse_condition(text, self.names))
         except _TooManyClauses:
+            raise too_many_bits("when", text) from None
+        except _TooManyIds:
             raise SpecError(
                 "when",
                 text,
-                f"at most {MAX_CLAUSES} different conditions in one request, parts of "
-                "combined ones counted",
-                "use fewer or simpler conditions",
+                f"at most {MAX_TOKEN_IDS} listed token ids in one request",
+                "name a token set of an app",
             ) from None
+
+    def nowhere(self) -> int:
+        """Index of the clause that is never true.
+
+        Raises:
+            SpecError: more than MAX_CLAUSES clauses.
+        """
+        try:
+            return self._intern(Clause(ClauseKind.FALSE))
+        except _TooManyClauses:
+            raise too_many_bits("when", "not all") from None
 
     def _index(self, condition: Condition) -> int:
         if isinstance(condition, Clause):
             return self._intern(condition)
+        if isinstance(condition, TokenIds):
+            first = self._first_id(condition.ids)
+            stop = first + len(condition.ids)
+            return self._intern(Clause(ClauseKind.TOKEN_LIST, first, stop))
         parts = {self._index(part) for part in condition.parts}
-        if len(parts) == 1:
+        if len(parts) == 1 and condition.kind is not ClauseKind.AFTER:
             (part,) = parts
             if condition.kind is not ClauseKind.NOR:
                 return part
@@ -115,6 +175,16 @@ class ClauseBuilder:
             if inner.kind is ClauseKind.NOR and inner.a.bit_count() == 1:
                 return inner.a.bit_length() - 1
         return self._intern(Clause(condition.kind, sum(1 << part for part in parts)))
+
+    def _first_id(self, ids: tuple[int, ...]) -> int:
+        """Where the ids lie in `token_ids`, appended if they are not there in a row."""
+        for first in range(len(self.token_ids)):
+            if tuple(self.token_ids[first : first + len(ids)]) == ids:
+                return first
+        if len(self.token_ids) + len(ids) > MAX_TOKEN_IDS:
+            raise _TooManyIds
+        self.token_ids.extend(ids)
+        return len(self.token_ids) - len(ids)
 
     def _intern(self, clause: Clause) -> int:
         if clause not in self.clauses:
@@ -124,79 +194,126 @@ class ClauseBuilder:
         return self.clauses.index(clause)
 
 
+def too_many_bits(field: str, text: str) -> SpecError:
+    """The error when conditions and gates need more bits than `select` has."""
+    return SpecError(
+        field,
+        text,
+        f"at most {MAX_CLAUSES} different conditions in one request, parts of combined "
+        "ones and gates counted",
+        "use fewer or simpler conditions",
+    )
+
+
 class _TooManyClauses(Exception):
     """The program's clause list is full."""
 
 
-class _Parser:
-    """One parse of a normalised condition; columns index `source`."""
+class _TooManyIds(Exception):
+    """The program's list of token ids is full."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.ranges: dict[int, Clause] = {}
+
+class _Parser:
+    """One parse of a condition."""
+
+    def __init__(self, text: str, names: TokenNames) -> None:
+        self.source = Source("when", text, _ALLOWED)
+        self.names = names
+        self.leaves: dict[int, Condition] = {}
+        self.renamed: list[tuple[int, int, str]] = []
 
     def parse(self) -> Condition:
-        # `positions(a:b)` is not Python: leave its name, padded to the same length so
-        # that the parser's columns are those of `source`, and keep its range aside.
-        python = _POSITIONS.sub(self._take_range, self.source)
-        try:
-            tree = ast.parse(python, mode="eval")
-        except SyntaxError as error:
-            end = len(self.source)
-            column = min((error.offset or end + 1) - 1, end)
-            raise _marked(self.source, column, "cannot be read here") from None
-        except (RecursionError, MemoryError, ValueError):
-            raise _marked(self.source, 0, "too deeply nested") from None
-        return self._convert(tree.body, 0)
+        # Arguments of `positions` and `token_in` are not Python: leave the names, padded
+        # to the same length so that the parser's columns are those of the source, and
+        # keep what the arguments say aside.
+        text = self.source.text
+        bare = _ARGUMENTS.sub(lambda found: found[1].ljust(len(found[0])), text)
+        first_foreign = _FOREIGN.search(bare)
+        for found in _ARGUMENTS.finditer(text):
+            if first_foreign and first_foreign.start() < found.start():
+                break
+            take = self._positions if found[1] == "positions" else self._tokens
+            self.leaves[found.start()] = take(found)
+        if first_foreign:
+            raise self.source.error(first_foreign.start(), "unexpected character")
+        return self._convert(self.source.parse(bare), 0)
 
-    def _take_range(self, found: re.Match[str]) -> str:
-        numbers = _RANGE.fullmatch(found[1])
+    def _positions(self, found: re.Match[str]) -> Condition:
+        numbers = _RANGE.fullmatch(found[2])
         if not numbers or not (numbers[1] or numbers[2]):
-            raise _marked(
-                self.source, found.start(1), "expected whole numbers a:b, or one"
+            raise self.source.error(
+                found.start(2), "expected whole numbers a:b, or one"
             )
         start, colon, stop = numbers.groups()
-        a = self._number(start, found.start(1))
-        b = self._number(stop, found.start(1))
-        self.ranges[found.start()] = _range(a, b) if colon else _single(a or 0)
-        return "positions".ljust(len(found[0]))
+        a = self._number(start, found.start(2))
+        b = self._number(stop, found.start(2))
+        return _range(a, b) if colon else _single(a or 0)
 
     def _number(self, digits: str | None, column: int) -> int | None:
         if digits is None:
             return None
         value = int(digits.replace(" ", ""))
         if abs(value) > INT32_MAX:
-            raise _marked(self.source, column, f"positions go up to {INT32_MAX}")
+            raise self.source.error(column, f"positions go up to {INT32_MAX}")
         return value
 
+    def _tokens(self, found: re.Match[str]) -> Condition:
+        column = found.start(2)
+        if (listed := _IDS.fullmatch(found[2])) and listed[2]:
+            ids = sorted({int(digits) for digits in listed[2].split(",")})
+            if ids[-1] >= self.names.vocab_size:
+                raise self.source.error(
+                    column,
+                    f"token ids of this model go up to {self.names.vocab_size - 1}",
+                )
+            return TokenIds(tuple(ids))
+        if named := _SET.fullmatch(found[2]):
+            name = next(filter(None, named.groups()))
+            return self._token_set(name, column, found.end(2))
+        raise self.source.error(column, "expected a token set's name, or token ids")
+
+    def _token_set(self, name: str, column: int, end: int) -> Clause:
+        sets, full = self.names.sets, self.names.full(name)
+        if full is None:
+            assert sets is not None
+            known = sorted({s.rpartition("/")[2] for s in sets} | set(sets))
+            near = did_you_mean(name, known)
+            hint = f", did you mean {near}?" if near else ": token sets belong to apps"
+            raise self.source.error(column, f"unknown token set{hint}")
+        self.renamed.append((column, end, f'"{full}"'))
+        return Clause(ClauseKind.TOKEN_SET, sets[full].row if sets else 0)
+
     def _convert(self, node: ast.expr, depth: int) -> Condition:
-        if depth > MAX_DEPTH:
-            raise _marked(
-                self.source, node.col_offset, f"nested more than {MAX_DEPTH} levels"
-            )
+        self.source.check_depth(node, depth)
         match node:
-            case ast.Name(id="positions"):
-                if node.col_offset not in self.ranges:
-                    raise _marked(
-                        self.source, node.col_offset, "needs positions, as in (a:b)"
-                    )
-                return self.ranges[node.col_offset]
+            case ast.Name(id="positions" | "token_in") if (
+                node.col_offset in self.leaves
+            ):
+                return self.leaves[node.col_offset]
             case ast.Name(id=name):
-                return self._named(name, node.col_offset)
+                return self._named(name, node)
             case ast.BoolOp(op=op, values=values):
                 kind = ClauseKind.AND if isinstance(op, ast.And) else ClauseKind.OR
                 parts = tuple(self._convert(value, depth + 1) for value in values)
                 return Combination(kind, parts)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return Combination(ClauseKind.NOR, (self._convert(operand, depth + 1),))
-        raise _marked(self.source, node.col_offset, "not a condition")
+            case ast.Call(func=ast.Name(id="after"), args=[inner], keywords=[]):
+                return Combination(ClauseKind.AFTER, (self._convert(inner, depth + 1),))
+        raise self.source.error(node, "not a condition")
 
-    def _named(self, name: str, column: int) -> Clause:
-        if name not in _NAMES:
-            near = did_you_mean(name, (*_NAMES, "positions"))
-            hint = f", did you mean {near}?" if near else ""
-            raise _marked(self.source, column, f"unknown name{hint}")
-        return _NAMES[name]
+    def _named(self, name: str, node: ast.expr) -> Clause:
+        if name in _NAMES:
+            return _NAMES[name]
+        why = {
+            "positions": "needs positions, as in (a:b)",
+            "token_in": "needs a token set, as in (name) or ([198, 271])",
+            "after": "needs a condition, as in (token_in(name))",
+        }.get(name)
+        if why is None:
+            near = did_you_mean(name, (*_NAMES, *_CALLS))
+            why = "unknown name" + (f", did you mean {near}?" if near else "")
+        raise self.source.error(node, why)
 
 
 def _range(a: int | None, b: int | None) -> Clause:
@@ -213,13 +330,3 @@ def _single(position: int) -> Clause:
     if position < 0:
         flags = RANGE_START_FROM_PROMPT_END | RANGE_STOP_FROM_PROMPT_END
     return Clause(ClauseKind.RANGE, position, min(position + 1, INT32_MAX), flags)
-
-
-def _marked(source: str, column: int, why: str) -> SpecError:
-    """The error that marks a column of the source."""
-    first = max(0, column - 60)
-    line = printable(source[first : column + 60])
-    mark = " " * (column - first) + "^"
-    return SpecError(
-        "when", source, _ALLOWED, f"correct the marked place:\n  {line}\n  {mark} {why}"
-    )

@@ -14,7 +14,13 @@ from pydantic import BeforeValidator, Field, StrictBool
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
-from eyesplice.fx_passes.models import MAX_WRITES, Name, Number, StrictModel, validate
+from eyesplice.fx_passes.models import (
+    MAX_FUNCTIONS,
+    Name,
+    Number,
+    StrictModel,
+    validate,
+)
 from eyesplice.fx_passes.plain import load_json, plain
 from eyesplice.fx_passes.writes import Write, parse_write
 
@@ -69,9 +75,12 @@ def parse_hotwire(value: object, context: Context) -> tuple[Write, ...]:
     )
     if not isinstance(entries, list):
         entries = [entries]
-    if len(entries) > MAX_WRITES:
+    if len(entries) > MAX_FUNCTIONS:
         raise SpecError(
-            "hotwire", f"{len(entries)} entries", f"at most {MAX_WRITES}", "send fewer"
+            "hotwire",
+            f"{len(entries)} entries",
+            f"at most {MAX_FUNCTIONS}",
+            "send fewer",
         )
     writes = [
         _write(entry, f"hotwire[{i}]", context) for i, entry in enumerate(entries)

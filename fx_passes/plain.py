@@ -72,6 +72,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def number(value: float) -> float:
+    """The float of an int or float; -0.0 becomes 0.0, so equal requests hash equally."""
+    return float(value) + 0.0
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to `word`, None if none is close."""
     return next(iter(get_close_matches(word[:80], list(known), n=1)), None)
@@ -79,13 +84,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def within(path: str) -> Iterator[None]:
-    """Put `path` before the thing that a `SpecError` raised inside names."""
+    """Put `path` before the thing that a `SpecError` raised inside names.
+
+    An error about the whole of `path` names nothing.
+    """
     try:
         yield
     except SpecError as error:
-        raise SpecError(
-            join(path, error.thing), error.value, error.allowed, error.remedy
-        ) from None
+        thing = join(path, error.thing) if error.thing else path
+        raise SpecError(thing, error.value, error.allowed, error.remedy) from None
 
 
 @dataclass

@@ -9,8 +9,9 @@ from typing import Final
 
 from eyesplice import _version, fx_passes, ops
 from eyesplice.fx_passes.sites import Site, Table
+from eyesplice.ops.layout import ALL_FAMILIES, WORK
 
-SHARED_TENSORS: Final = ("row_of_token", "select", "bank")
+SHARED_TENSORS: Final = ("row_of_token", "select", "bank", *WORK)
 """Tensors every spliced op takes, in the order in which anchors list them."""
 
 
@@ -29,6 +30,7 @@ class SplicePlan:
         num_experts: experts of a mixture layer, 0 for a dense model.
         tensor_parallel_size: ranks that share a layer.
         defer_adds: let a boundary leave its add to the next one, as Inductor does.
+        families: the op families to compile in, bits of `Family`.
     """
 
     layers_path: str
@@ -41,6 +43,7 @@ class SplicePlan:
     num_experts: int = 0
     tensor_parallel_size: int = 1
     defer_adds: bool = True
+    families: int = int(ALL_FAMILIES)
 
     def tables(self) -> tuple[Table, ...]:
         """Every program table of the deployment, in memory order."""

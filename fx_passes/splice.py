@@ -2,7 +2,7 @@
 
 Before, one boundary of a Llama layer in the Dynamo graph of vLLM (T tokens, H hidden):
 
-    anchor = eyesplice.anchor([rows, select, bank, pre_1, mid_1], 1)
+    anchor = eyesplice.anchor([rows, select, bank, *work, pre_1, mid_1], 1)
     branch: bf16[T, H] = ...  # output of o_proj
     fused = vllm_ir.fused_add_rms_norm.maybe_inplace(branch, stream, weight, 1e-5, None)
     normed: bf16[T, H] = fused[0]
@@ -12,15 +12,20 @@ After (`stream` is written in place and stands for `stream_1` from here on):
 
     branch: bf16[T, H] = ...
     normed: bf16[T, H] = eyesplice.boundary_(
-        stream, branch, weight, 0.0, 1e-5, rows, select, mid_1, bank, None, True)
+        stream, branch, weight, 0.0, 1e-5, rows, select, mid_1, bank, work, 1023,
+        None, True)
     ...
     normed_1: bf16[T, H] = eyesplice.boundary_(  # the add of `branch` was left to it
-        stream, mlp, weight_1, 0.0, 1e-5, rows, select, pre_2, bank, branch, False)
+        stream, mlp, weight_1, 0.0, 1e-5, rows, select, pre_2, bank, work, 1023,
+        branch, False)
 
-Any other value, before and after:
+Any other value, before and after (`work` is the list of the WORK tensors, 1023 the op
+families that are compiled in):
 
-    h: bf16[T, H] = branch + stream       h: bf16[T, H] = branch + stream
-                                          eyesplice.inline_(h, 1, rows, select, pre_2, bank)
+    h: bf16[T, H] = branch + stream
+    ----
+    h: bf16[T, H] = branch + stream
+    eyesplice.inline_(h, 1, rows, select, pre_2, bank, work, 1023)
 """
 
 import operator
@@ -35,6 +40,7 @@ from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
 from eyesplice.fx_passes.records import Found, FusedBoundary, InlineValue
 from eyesplice.fx_passes.sites import Table
 from eyesplice.ops import contracts
+from eyesplice.ops.layout import WORK
 
 
 @dataclass(slots=True)
@@ -45,16 +51,18 @@ class Anchored:
         nodes: the anchor nodes, to be erased.
         shared: the placeholders of SHARED_TENSORS, by name.
         programs: the placeholder of each program table.
+        families: the op families that every op compiles in.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
     shared: dict[str, fx.Node] = field(default_factory=dict)
     programs: dict[Table, fx.Node] = field(default_factory=dict)
+    families: int = 0
 
 
 def read_anchors(graph: fx.Graph, plan: SplicePlan) -> Anchored:
     """The tensors behind the graph's anchors, each as the placeholder it came in by."""
-    anchored = Anchored()
+    anchored = Anchored(families=plan.families)
     for node in graph.nodes:
         if node.target is not contracts.anchor:
             continue
@@ -90,10 +98,17 @@ def splice(graph: fx.Graph, found: Found, anchored: Anchored) -> None:
         graph.erase_node(node)
 
 
-def _tables(anchored: Anchored, table: Table) -> tuple[fx.Node, ...]:
+def _tables(anchored: Anchored, table: Table) -> tuple[Any, ...]:
+    """The arguments that every op takes for its program."""
     shared = anchored.shared
-    program = anchored.programs[table]
-    return shared["row_of_token"], shared["select"], program, shared["bank"]
+    return (
+        shared["row_of_token"],
+        shared["select"],
+        anchored.programs[table],
+        shared["bank"],
+        [shared[name] for name in WORK],
+        anchored.families,
+    )
 
 
 def _splice_fused(

@@ -1,32 +1,36 @@
-"""One write of a request: read, checked against the model, and normalised."""
+"""One write: read from its entry, checked against the model, and normalised."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Final, Literal, NoReturn, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 from eyesplice._errors import SpecError
-from eyesplice.fx_passes.conditions import normalise, parse_condition
-from eyesplice.fx_passes.context import Context, VectorInfo
-from eyesplice.fx_passes.models import AVAILABLE, WriteModel, validate
-from eyesplice.fx_passes.plain import did_you_mean, within
-from eyesplice.fx_passes.sites import (
-    SUBMODULES,
-    Site,
-    Submodule,
-    parse_layers,
-    parse_submodule,
+from eyesplice.fx_passes.conditions import resolve_condition
+from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.experts import parse_experts
+from eyesplice.fx_passes.kernels import (
+    FUNCTIONS,
+    WRITE_FIELDS,
+    WRITE_KERNELS,
+    WriteKernel,
+    is_own_op,
 )
+from eyesplice.fx_passes.marked import normalise
+from eyesplice.fx_passes.models import WriteModel, check_own_fields, validate
+from eyesplice.fx_passes.origin import OWN, Origin
+from eyesplice.fx_passes.places import check_armed, check_printable, place
+from eyesplice.fx_passes.plain import did_you_mean, number, within
+from eyesplice.fx_passes.sites import Submodule
+from eyesplice.fx_passes.tensors import Form, check_tensor
 
-Kernel = Literal["steering_vector", "ablate", "clamp", "one_sided"]
-KERNELS: Final[tuple[Kernel, ...]] = get_args(Kernel)
+KERNELS: Final = WRITE_KERNELS
+Kernel = WriteKernel
 
-_LATER_KERNELS: Final = ("affine", "replace", "mask", "feature_clamp", "router")
-_OWN_FIELDS: Final[dict[Kernel, tuple[str, ...]]] = {
-    "steering_vector": (),
-    "ablate": (),
-    "clamp": ("lo", "hi"),
-    "one_sided": ("offset",),
+_DEFAULTS: Final = {
+    "offset": 0.0,
+    "bias": 0.0,
+    "threshold": 0.0,
+    "value": 0.0,
+    "epsilon": 0.01,
 }
 
 
@@ -40,19 +44,39 @@ class Write:
             ablate           h -= scale * (v.h) v / |v|^2
             clamp            h += scale * (min(max(p, lo), hi) - p) v / |v|
             one_sided        h -= scale * relu(p - offset) v / |v|
-        vector: name of the registered vector v.
+            affine           h += scale * sum_r f(v_r.h + bias_r) u_r
+            replace          h += scale * (v - h)
+            mask             h += scale * h * v, elementwise
+            feature_clamp    h += scale * (value - a) v, where a is the activation
+                             p = weight.h + bias if p > threshold, else 0
+            router           s = log_softmax(h); max(s) + epsilon for experts to activate,
+                             min(s) - epsilon for those to deactivate, s for the others
+        vector: name of the registered tensor v; None for kernels without.
         layers: ascending decoder layers.
         submodule: the value of each layer that is written.
         scale: factor of the write.
-        when: condition on the token, single-spaced.
+        when: condition on the token, single-spaced, token sets under full names.
         lo: lower bound of clamp, in units of p; None for no bound.
         hi: upper bound of clamp, in units of p; None for no bound.
-        offset: threshold of one_sided, in units of p; None for the other kernels.
-        name: the client's label.
+        offset: threshold of one_sided, in units of p.
+        name: the client's label, or that of an app's function.
+        gate: condition on scores, reads under full names; None for no gate.
+        preserve_norm: whether h is then scaled to the length that it had before.
+        weight: name of feature_clamp's encoder row.
+        u: name of affine's rows u_r.
+        v: name of affine's rows v_r.
+        bias: feature_clamp's bias, or the name of affine's biases.
+        function: affine's f.
+        threshold: of feature_clamp.
+        value: of feature_clamp.
+        activate: experts to activate, for each of `layers`.
+        deactivate: experts to deactivate, for each of `layers`.
+        epsilon: of router.
+        app: the app that it is of.
     """
 
-    kernel: Kernel
-    vector: str
+    kernel: WriteKernel
+    vector: str | None
     layers: tuple[int, ...]
     submodule: Submodule
     scale: float = 1.0
@@ -61,92 +85,139 @@ class Write:
     hi: float | None = None
     offset: float | None = None
     name: str | None = None
+    gate: str | None = None
+    preserve_norm: bool = False
+    weight: str | None = None
+    u: str | None = None
+    v: str | None = None
+    bias: float | str | None = None
+    function: str | None = None
+    threshold: float | None = None
+    value: float | None = None
+    activate: tuple[tuple[int, ...], ...] | None = None
+    deactivate: tuple[tuple[int, ...], ...] | None = None
+    epsilon: float | None = None
+    app: str | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that it uses."""
+        named = (self.vector, self.weight, self.u, self.v, self.bias)
+        return tuple(name for name in named if isinstance(name, str))
 
     def to_json(self) -> dict[str, object]:
         """The write as a request states it, absent fields left out."""
-        fields: dict[str, object] = {
-            "write": self.kernel,
-            "vector": self.vector,
-            "layers": list(self.layers),
-            "submodule": self.submodule,
-            "scale": self.scale,
-            "when": self.when,
-            "lo": self.lo,
-            "hi": self.hi,
-            "offset": self.offset,
-            "name": self.name,
-        }
-        return {key: value for key, value in fields.items() if value is not None}
+        result: dict[str, object] = {"write": self.kernel, "layers": list(self.layers)}
+        for key in (f.name for f in fields(self) if f.name not in ("kernel", "layers")):
+            value = getattr(self, key)
+            if key in ("activate", "deactivate") and value is not None:
+                value = {
+                    str(layer): list(experts)
+                    for layer, experts in zip(self.layers, value, strict=True)
+                }
+            if value is not None and value is not False:
+                result[key] = value
+        if self.kernel == "router":
+            del result["scale"]
+        return result
 
 
-def parse_write(value: object, path: str, context: Context) -> Write:
-    """The write that one item of `writes` states.
+def parse_write(
+    value: object, path: str, context: Context, origin: Origin = OWN
+) -> Write:
+    """The write that one entry states; its gate is not resolved yet.
 
     Args:
         value: plain JSON value.
         path: where it stands in the request, e.g. `writes[0]`.
         context: what the model offers.
+        origin: whether it is the request's own or an app's.
 
     Raises:
-        SpecError: malformed, or a kernel, vector, layer or site that is not there.
+        SpecError: malformed, or a kernel, tensor, layer or site that is not there.
     """
     model = validate(WriteModel, value, path)
     with within(path):
         kernel = _kernel(model.write)
-        _check_own_fields(kernel, model)
-        submodule, layers = _place(model, context.num_layers)
-        _check_printable("vector", model.vector)
-        _check_printable("name", model.name)
-        when = normalise(model.when)
-        parse_condition(model.when)
-        _check_armed(submodule, layers, context)
-        _check_vector(model.vector, submodule, context)
+        check_own_fields("write", kernel, model)
+        tensors = origin.tensors(model, WRITE_FIELDS[kernel], value)
+        check_printable("name", model.name)
+        when = resolve_condition(model.when, origin.token_names(context))
+        router: dict[str, Any] = {}
+        if kernel == "router":
+            submodule, layers, router = parse_experts(model, context)
+        else:
+            submodule, layers = place(model, "residual.post", context.num_layers)
+        check_armed(submodule, layers, context)
+        _check_numbers(kernel, model)
+        _check_tensors(kernel, tensors, submodule, context)
+        own = {key: _own(key, kernel, model) for key in _OWN} | tensors | router
     return Write(
         kernel=kernel,
-        vector=model.vector,
         layers=layers,
         submodule=submodule,
-        scale=_number(model.scale),
         when=when,
-        lo=None if model.lo is None else _number(model.lo),
-        hi=None if model.hi is None else _number(model.hi),
-        offset=_number(model.offset or 0.0) if kernel == "one_sided" else None,
-        name=model.name,
+        name=origin.name(model.name),
+        gate=None if model.gate is None else normalise(model.gate),
+        scale=number(model.scale),
+        preserve_norm=model.preserve_norm,
+        app=origin.app,
+        **{"vector": None, **own},
     )
 
 
-def _number(value: float) -> float:
-    """The float of an int or float; -0.0 becomes 0.0, so equal writes hash equally."""
-    return float(value) + 0.0
+_OWN: Final = (
+    "lo",
+    "hi",
+    "offset",
+    "threshold",
+    "value",
+    "epsilon",
+    "function",
+    "bias",
+)
 
 
-def _kernel(name: str) -> Kernel:
-    for kernel in KERNELS:
+def _own(key: str, kernel: WriteKernel, model: WriteModel) -> float | str | None:
+    """A field of the kernel with its default, None where the kernel has it not."""
+    if key not in WRITE_FIELDS[kernel]:
+        return None
+    value: float | str | None = getattr(model, key)
+    if key == "function":
+        return value or FUNCTIONS["write", kernel][0]
+    if value is None and key in _DEFAULTS and kernel != "affine":
+        return _DEFAULTS[key]
+    return value if value is None or isinstance(value, str) else number(value)
+
+
+def _kernel(name: str) -> WriteKernel:
+    for kernel in WRITE_KERNELS:
         if name == kernel:
             return kernel
-    known_later = name in _LATER_KERNELS or "::" in name or "." in name
-    note = ". This kernel is not available in this version" if known_later else ""
-    near = did_you_mean(name, KERNELS)
+    note = ""
+    if is_own_op(name):
+        note = ". Ops of your own are not available in this version"
+    near = did_you_mean(name, WRITE_KERNELS)
     raise SpecError(
         "write",
         name,
-        AVAILABLE + note,
+        f"the write kernels {', '.join(WRITE_KERNELS)}{note}",
         f"write {near} (did you mean that?)" if near else "use one of these kernels",
     )
 
 
-def _check_own_fields(kernel: Kernel, model: WriteModel) -> None:
-    for fields in _OWN_FIELDS.values():
-        for field in fields:
-            value = getattr(model, field)
-            if value is not None and field not in _OWN_FIELDS[kernel]:
-                owner = next(k for k in KERNELS if field in _OWN_FIELDS[k])
-                raise SpecError(
-                    field,
-                    value,
-                    f"only with the kernel {owner}, not with {kernel}",
-                    f"leave {field} out",
-                )
+def _check_numbers(kernel: WriteKernel, model: WriteModel) -> None:
+    if kernel == "affine" and isinstance(model.bias, float | int):
+        raise SpecError(
+            "bias",
+            model.bias,
+            "for affine, the name of a registered tensor of one number per row",
+            "register the biases as a tensor",
+        )
+    if kernel == "feature_clamp" and isinstance(model.bias, str):
+        raise SpecError("bias", model.bias, "for feature_clamp, a number", "send one")
+    if kernel == "router" and model.epsilon is not None and model.epsilon < 0:
+        raise SpecError("epsilon", model.epsilon, "at least 0", "leave it out")
     if kernel != "clamp":
         return
     if model.lo is None and model.hi is None:
@@ -157,98 +228,26 @@ def _check_own_fields(kernel: Kernel, model: WriteModel) -> None:
         )
 
 
-def _place(model: WriteModel, num_layers: int) -> tuple[Submodule, tuple[int, ...]]:
-    submodule, alias_layer = parse_submodule(model.submodule)
-    if alias_layer is None:
-        return submodule, parse_layers(model.layers, num_layers)
-    layers = parse_layers(alias_layer, num_layers)
-    if model.layers is not None and parse_layers(model.layers, num_layers) != layers:
-        raise SpecError(
-            "layers",
-            model.layers,
-            f"{layers[0]}, the layer that {model.submodule} names",
-            "leave layers out, or use blocks.*",
-        )
-    return submodule, layers
-
-
-def _check_printable(field: str, label: str | None) -> None:
-    if label is not None and not label.isprintable():
-        raise SpecError(field, label, "printable characters", "use a plain name")
-
-
-def _check_armed(
-    submodule: Submodule, layers: tuple[int, ...], context: Context
+def _check_tensors(
+    kernel: WriteKernel,
+    tensors: dict[str, str],
+    submodule: Submodule,
+    context: Context,
 ) -> None:
-    for layer in layers:
-        site = Site(layer, submodule)
-        reason = context.armed.get(site, "it was not requested at start-up")
-        if reason is not None:
+    if kernel != "affine":
+        for field, name in tensors.items():
+            check_tensor(field, name, "vector", submodule, context)
+        return
+    rank = check_tensor("u", tensors["u"], "rows", submodule, context)
+    forms: dict[str, Form] = {"v": "rows", "bias": "numbers"}
+    for field, form in forms.items():
+        if field not in tensors:
+            continue
+        found = check_tensor(field, tensors[field], form, submodule, context)
+        if found != rank:
             raise SpecError(
-                "site",
-                str(site),
-                f"the armed sites: {_armed(context)}. This one is not armed: {reason}",
-                "name an armed site, or add this one to `sites` in the configuration",
+                field,
+                f"{tensors[field]} of {found} {form}",
+                f"{rank}, as many as the rows of u",
+                "use tensors of one rank",
             )
-
-
-def _armed(context: Context) -> str:
-    """Each armed submodule with its layers, for an error."""
-    layers = {
-        submodule: sorted(
-            site.layer
-            for site, reason in context.armed.items()
-            if site.submodule == submodule and reason is None
-        )
-        for submodule in SUBMODULES
-    }
-    shown = [f"{name}[{_ranges(found)}]" for name, found in layers.items() if found]
-    return ", ".join(shown) or "none"
-
-
-def _ranges(ascending: Iterable[int]) -> str:
-    """Numbers as "0-3,5"."""
-    runs = groupby(enumerate(ascending), key=lambda pair: pair[1] - pair[0])
-    groups = [[number for _, number in run] for _, run in runs]
-    return ",".join(
-        str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}"
-        for group in groups
-    )
-
-
-def _check_vector(name: str, submodule: Submodule, context: Context) -> None:
-    info = context.vectors.info(name)
-    if info is None:
-        _refuse_vector(name, context)
-    if info.layers not in (None, context.num_layers):
-        _refuse_shape(
-            info, f"{context.num_layers} rows, one per decoder layer, or one row"
-        )
-    width = context.widths[submodule]
-    if info.width != width:
-        _refuse_shape(info, f"rows of {width} elements, the width of {submodule}")
-
-
-def _refuse_vector(name: str, context: Context) -> NoReturn:
-    names = sorted(context.vectors.names())
-    shown = ", ".join(names[:20]) or "none yet"
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    near = did_you_mean(name, names)
-    raise SpecError(
-        "vector",
-        name,
-        f"a registered vector: {shown}{more}",
-        f"write {near} (did you mean that?)"
-        if near
-        else "register it, or name another",
-    )
-
-
-def _refuse_shape(info: VectorInfo, allowed: str) -> NoReturn:
-    rows = "" if info.layers is None else f"{info.layers}, "
-    raise SpecError(
-        "vector",
-        f"{info.name} of shape [{rows}{info.width}]",
-        f"a vector with {allowed}",
-        "use a vector made for this model and submodule",
-    )

@@ -5,7 +5,7 @@ from typing import Any
 
 from eyesplice._errors import SpecError
 from eyesplice.integration.config import KEY, requested
-from eyesplice.integration.deployment import deployment_salt
+from eyesplice.integration.deployment import Deployment
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -20,8 +20,8 @@ def activate(vllm_config: Any) -> None:
         vllm_config: a final `VllmConfig`; edited in place.
 
     Raises:
-        SpecError: a malformed configuration, or an engine mode without a graph to
-            splice.
+        SpecError: a malformed configuration, apps or vectors that cannot be served, or
+            an engine mode without a graph to splice.
     """
     compilation = vllm_config.compilation_config
     config = requested(vllm_config.additional_config, compilation.inductor_passes)
@@ -31,7 +31,8 @@ def activate(vllm_config: Any) -> None:
     # The norms must stay one node each. vLLM keeps them so wherever its own compiler
     # runs; on CPU it would trace their arithmetic instead.
     compilation.ir_enable_torch_wrap = True
-    config = config.model_copy(update={"salt": deployment_salt(config, vllm_config)})
+    salt = Deployment.build(config, vllm_config).salt(vllm_config)
+    config = config.model_copy(update={"salt": salt})
     additional = dict(vllm_config.additional_config or {})
     additional[KEY] = config.model_dump(exclude_defaults=True)
     vllm_config.additional_config = additional

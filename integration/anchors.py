@@ -78,11 +78,7 @@ def anchor_layers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:
 
 def _anchor(layer: Any, args: Any) -> None:
     # Dynamo traces this: plain attribute reads only.
-    tensors = [
-        layer.eyesplice_row_of_token,
-        layer.eyesplice_select,
-        layer.eyesplice_bank,
-    ]
+    tensors = [getattr(layer, _PREFIX + name) for name in SHARED_TENSORS]
     for place in range(layer.eyesplice_programs):
-        tensors.append(getattr(layer, f"eyesplice_program_{place}"))
+        tensors.append(getattr(layer, f"{_PREFIX}program_{place}"))
     contracts.anchor(tensors, layer.eyesplice_layer)

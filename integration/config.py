@@ -17,54 +17,129 @@ from eyesplice.fx_passes.sites import (
     parse_layers,
     parse_submodule,
 )
+from eyesplice.ops.layout import ALL_FAMILIES, Family
 
 KEY: Final = "eyesplice"
 PASS_NAME: Final = "eyesplice.splice_pass"
 CONFIG_VARIABLE: Final = "EYESPLICE_CONFIG"
 
-_LATER: Final = (
-    "apps",
-    "default",
-    "dose",
-    "h_norms",
-)
+_LATER: Final = ("dose", "h_norms")
+
+FamilyName = Literal[
+    "add",
+    "rank1",
+    "affine",
+    "replace",
+    "mask",
+    "router",
+    "reads",
+    "gates",
+    "capture",
+    "preserve_norm",
+]
+
+FAMILIES: Final[dict[FamilyName, Family]] = {
+    "add": Family.ADD,
+    "rank1": Family.RANK1,
+    "affine": Family.AFFINE,
+    "replace": Family.REPLACE,
+    "mask": Family.MASK,
+    "router": Family.ROUTER,
+    "reads": Family.READ,
+    "gates": Family.GATE,
+    "capture": Family.CAPTURE,
+    "preserve_norm": Family.PRESERVE_NORM,
+}
+"""The names of the op families in the configuration."""
+
+NO_FAMILY: Final = Family(0)
+
+_ALWAYS: Final = Family.ADD | Family.RANK1 | Family.READ | Family.GATE | Family.CAPTURE
+"""What is compiled in, unless the configuration says otherwise, besides what apps need."""
 
 
 class EyespliceConfig(BaseModel):
     """What a deployment switches on.
 
     Attributes:
+        apps: folders or files of apps, or one of them.
+        default: the app, or apps, of requests that name none.
         vectors: folder of steering vectors (.safetensors, .pt).
         sites: submodules to arm, as names, TransformerLens aliases or objects with
             `submodule` and `layers`; "all" for every submodule. Default: the seven
-            values of each residual-stream boundary.
-        ops: op families to compile in, or "all".
+            values of each residual-stream boundary, and what the apps need.
+        ops: op families to compile in, or "all". Default: what the apps need, and
+            add, rank1, reads, gates and capture.
         max_entries: entries that one program may have in one table.
-        bank_rows: rows of the vector bank; a `[hidden]` vector takes one, a
-            `[layers, hidden]` vector takes one per layer.
-        on_error: what to do with a request that cannot be served as written.
-        allow_registration: whether vectors may be registered over HTTP.
+        max_scores: scores that one program may keep.
+        bank_rows: rows of the vector bank; a `[hidden]` tensor takes one, a
+            `[layers, hidden]` tensor takes one per layer.
+        capture_rows: rows of captured activations that wait to be copied to the host.
+        token_sets: token sets that apps may name by a rule over the vocabulary.
+        on_error: what to do with a request that cannot be served as written: "reject"
+            it, or serve it "unsteered" and say so in its answer.
+        allow_registration: whether apps and vectors may be registered over HTTP.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    apps: list[str] | str = []
+    default: list[str] | str = []
     vectors: str | None = None
     sites: list[str | dict[str, Any]] | Literal["all"] | None = None
-    ops: list[Literal["add", "rank1"]] | Literal["all"] = "all"
+    ops: list[FamilyName] | Literal["all"] | None = None
     max_entries: int = Field(default=8, ge=1, le=64)
+    max_scores: int = Field(default=32, ge=1, le=1024)
     bank_rows: int = Field(default=1024, ge=2, le=1_000_000)
-    on_error: Literal["reject"] = "reject"
-    allow_registration: Literal[False] = False
+    capture_rows: int = Field(default=4096, ge=1, le=1_000_000)
+    token_sets: int = Field(default=32, ge=1, le=4096)
+    on_error: Literal["reject", "unsteered"] = "reject"
+    allow_registration: bool = False
     # Set by the plugin, never by the user: part of vLLM's compile-cache key.
     salt: str = ""
+
+    @property
+    def app_paths(self) -> tuple[str, ...]:
+        """The apps to deploy, in order."""
+        return _several(self.apps)
+
+    @property
+    def default_apps(self) -> tuple[str, ...]:
+        """The apps of requests that name none, in order."""
+        return _several(self.default)
+
+    def families(self, needed: Family = NO_FAMILY) -> Family:
+        """The op families to compile in.
+
+        Args:
+            needed: what the deployed apps use.
+        """
+        if self.ops is None:
+            return _ALWAYS | needed
+        if self.ops == "all":
+            return ALL_FAMILIES
+        chosen = NO_FAMILY
+        for name in self.ops:
+            chosen |= FAMILIES[name]
+        return chosen
 
     @property
     def explicit_sites(self) -> bool:
         """Whether the user named the sites, so that a missing one is an error."""
         return self.sites is not None and self.sites != "all"
 
-    def wanted(self, num_layers: int, num_experts: int) -> frozenset[Site]:
+    def wanted(
+        self,
+        num_layers: int,
+        num_experts: int,
+        needed: Iterable[Site] = (),
+    ) -> frozenset[Site]:
         """The sites to arm in a model of `num_layers` decoder layers.
+
+        Args:
+            num_layers: decoder layers of the model.
+            num_experts: experts of a mixture layer, 0 for a dense model.
+            needed: the sites of the deployed apps, armed unless `sites` is given.
 
         Raises:
             SpecError: a malformed site or a layer out of range.
@@ -72,7 +147,7 @@ class EyespliceConfig(BaseModel):
         chosen: set[Site] = set()
         match self.sites:
             case None:
-                chosen |= _at(BOUNDARY_SUBMODULES, range(num_layers))
+                chosen |= _at(BOUNDARY_SUBMODULES, range(num_layers)) | set(needed)
             case "all":
                 names = [s for s in SUBMODULES if num_experts or s != "router.logits"]
                 chosen |= _at(names, range(num_layers))
@@ -93,6 +168,10 @@ class EyespliceConfig(BaseModel):
             elif site.submodule == "residual.pre" and site.layer:
                 chosen.add(Site(site.layer - 1, "residual.post"))
         return frozenset(chosen)
+
+
+def _several(value: list[str] | str) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _at(submodules: Iterable[Submodule], layers: Iterable[int]) -> frozenset[Site]:

@@ -1,65 +1,144 @@
 """What one engine deploys, rebuilt alike in every process from its `VllmConfig`."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import salt
 from eyesplice.fx_passes.report import SpliceReport
-from eyesplice.fx_passes.sites import Site
+from eyesplice.fx_passes.sites import SUBMODULES, Site
+from eyesplice.integration.app_registry import AppRegistry, Needs, TokenSets
 from eyesplice.integration.config import KEY, EyespliceConfig, parse_config
 from eyesplice.integration.shape import ModelShape
 from eyesplice.integration.vectors import VectorRegistry
+from eyesplice.ops.layout import ALL_FAMILIES, Family
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One engine's configuration, model sizes and vectors.
+    """One engine's configuration, model sizes, vectors and apps.
 
     Attributes:
         config: the user's configuration, with its salt.
         shape: sizes of the model.
         dtype: the model's dtype.
-        registry: the vectors.
-        report_path: where the workers leave the site table for the front end.
+        registry: the vectors and the apps' tensors.
+        apps: the apps.
+        token_sets: the apps' token sets.
+        needs: what the apps need of the engine.
+        wanted: the sites to arm.
+        families: the op families to compile in.
     """
 
     config: EyespliceConfig
     shape: ModelShape
     dtype: torch.dtype
     registry: VectorRegistry
-    report_path: Path
+    apps: AppRegistry
+    token_sets: TokenSets
+    needs: Needs
+    wanted: frozenset[Site]
+    families: Family
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Deployment | None":
         """The deployment of an engine, None when eyesplice is not switched on.
 
         Raises:
-            SpecError: a vector folder that cannot be registered.
+            SpecError: as `build`.
         """
         config = switched_on(vllm_config)
-        if config is None:
-            return None
-        shape = ModelShape.of(vllm_config)
-        dtype = vllm_config.model_config.dtype
-        registry = VectorRegistry(dtype, bank_width(config, shape), config.bank_rows)
-        registry.load_folder(config.vectors)
-        return cls(config, shape, dtype, registry, report_path(config))
+        return None if config is None else cls.build(config, vllm_config)
 
-    def context(self, report: SpliceReport) -> Context:
-        """What requests can name, given what the pass armed."""
+    @classmethod
+    def build(cls, config: EyespliceConfig, vllm_config: Any) -> "Deployment":
+        """The deployment that a configuration describes.
+
+        Raises:
+            SpecError: vectors or apps that cannot be registered or served.
+        """
+        shape, model = ModelShape.of(vllm_config), vllm_config.model_config
+        apps = AppRegistry.load(config.app_paths)
+        apps.check_defaults(config.default_apps)
+        registry = VectorRegistry(
+            model.dtype, _bank_width(config, shape, apps), config.bank_rows
+        )
+        registry.load_folder(config.vectors)
+        apps.register(registry)
+        token_sets = TokenSets.resolve(
+            apps.token_sets(), config.token_sets, shape.vocab_size, model
+        )
+        every = _every_site(shape)
+        world = _Parts(config, shape, registry, apps, token_sets)
+        needs = Needs.of(apps, world.context(dict.fromkeys(every), ALL_FAMILIES))
+        registry.freeze()
+        wanted = config.wanted(shape.num_layers, shape.num_experts, needs.sites)
+        families = config.families(needs.families)
+        # The user may have left out a site or an op that an app needs.
+        Needs.of(apps, world.context(dict.fromkeys(wanted), families))
+        return cls(
+            config=config,
+            shape=shape,
+            dtype=model.dtype,
+            registry=registry,
+            apps=apps,
+            token_sets=token_sets,
+            needs=needs,
+            wanted=wanted,
+            families=families,
+        )
+
+    def context(self, report: SpliceReport, disabled: Iterable[str] = ()) -> Context:
+        """What requests can name, given what the pass armed.
+
+        Args:
+            report: the site table.
+            disabled: apps that new requests cannot name.
+        """
         armed: dict[Site, str | None] = {row.site: row.reason for row in report.rows}
-        return Context(
-            num_layers=self.shape.num_layers,
-            armed=armed,
-            vectors=self.registry,
-            max_entries=self.config.max_entries,
-            widths=self.shape.widths(),
+        parts = _Parts(
+            self.config, self.shape, self.registry, self.apps, self.token_sets
+        )
+        return parts.context(armed, self.families, frozenset(disabled))
+
+    def token_set_rows(self) -> Tensor:
+        """int32 `[token_sets, ceil(vocabulary / 32)]` on the CPU, a bit per token id."""
+        return self.token_sets.rows()
+
+    @property
+    def bank_shape(self) -> tuple[int, int]:
+        """Rows of the bank, and elements of each."""
+        return self.config.bank_rows, self.registry.bank.shape[1]
+
+    @property
+    def report_path(self) -> Path:
+        """Where the workers leave the site table for the front end."""
+        return report_path(self.config)
+
+    def salt(self, vllm_config: Any) -> str:
+        """A hash of what shapes the graph and the buffers, and of no tensor's values."""
+        config, model = self.config, vllm_config.model_config
+        sizes = (
+            *(int(self.families), config.max_entries, config.max_scores),
+            *(*self.bank_shape, config.capture_rows, config.token_sets),
+        )
+        return salt(
+            [
+                ",".join(str(site) for site in sorted(self.wanted)),
+                str(sizes),
+                str((self.shape, model.dtype, vllm_config.compilation_config.mode)),
+                str(vllm_config.parallel_config.tensor_parallel_size),
+                str(vllm_config.scheduler_config.max_num_seqs),
+                model.hf_config.to_json_string(use_diff=False),
+                torch.__version__,
+            ]
         )
 
     def read_report(self) -> SpliceReport:
@@ -106,29 +185,57 @@ def switched_on(vllm_config: Any) -> EyespliceConfig | None:
     return parse_config(value) if value is not None else None
 
 
-def bank_width(config: EyespliceConfig, shape: ModelShape) -> int:
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a context is made of, whatever is armed."""
+
+    config: EyespliceConfig
+    shape: ModelShape
+    registry: VectorRegistry
+    apps: AppRegistry
+    token_sets: TokenSets
+
+    def context(
+        self,
+        armed: dict[Site, str | None],
+        families: Family,
+        disabled: frozenset[str] = frozenset(),
+    ) -> Context:
+        config, shape = self.config, self.shape
+        defaults = config.default_apps
+        return Context(
+            num_layers=shape.num_layers,
+            armed=armed,
+            vectors=self.registry,
+            max_entries=config.max_entries,
+            widths=shape.widths(),
+            max_scores=config.max_scores,
+            vocab_size=shape.vocab_size,
+            families=families,
+            token_sets=self.token_sets.named(),
+            apps=self.apps.deployed(disabled),
+            default_apps=tuple(name for name in defaults if name not in disabled),
+            num_experts=shape.num_experts,
+            experts_per_token=shape.experts_per_token,
+        )
+
+
+def _every_site(shape: ModelShape) -> frozenset[Site]:
+    """The sites that a model of this shape can have."""
+    return frozenset(
+        Site(layer, name)
+        for name in SUBMODULES
+        for layer in range(shape.num_layers)
+        if shape.num_experts or name != "router.logits"
+    )
+
+
+def _bank_width(config: EyespliceConfig, shape: ModelShape, apps: AppRegistry) -> int:
     """Elements per bank row: the widest value that a program can act on."""
     wanted = config.wanted(shape.num_layers, shape.num_experts)
     widths = shape.widths()
-    return max([shape.hidden_size, *(widths[site.submodule] for site in wanted)])
-
-
-def deployment_salt(config: EyespliceConfig, vllm_config: Any) -> str:
-    """A hash of what shapes the graph and the buffers, and of no vector's values."""
-    shape = ModelShape.of(vllm_config)
-    wanted = config.wanted(shape.num_layers, shape.num_experts)
-    model = vllm_config.model_config
-    return salt(
-        [
-            ",".join(str(site) for site in sorted(wanted)),
-            str((config.ops, config.max_entries, config.bank_rows)),
-            str((shape, model.dtype, vllm_config.compilation_config.mode)),
-            str(vllm_config.parallel_config.tensor_parallel_size),
-            str(vllm_config.scheduler_config.max_num_seqs),
-            model.hf_config.to_json_string(use_diff=False),
-            torch.__version__,
-        ]
-    )
+    submodules = {site.submodule for site in wanted} | apps.submodules()
+    return max([shape.hidden_size, *(widths[name] for name in submodules)])
 
 
 def report_path(config: EyespliceConfig) -> Path:

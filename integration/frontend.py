@@ -1,14 +1,18 @@
 """Admits requests in the front end: validates, normalises, salts the prefix cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.lowering import lower
 from eyesplice.fx_passes.program import Program
-from eyesplice.fx_passes.request import parse_request
+from eyesplice.fx_passes.request import Request, parse_request
+from eyesplice.fx_passes.tensors import digests
+from eyesplice.integration import answers
 from eyesplice.integration.config import KEY
+from eyesplice.integration.default_apps import AppSwitches
 from eyesplice.integration.deployment import Deployment
 from eyesplice.integration.refusal import served
 from eyesplice.integration.router import prompt_length
@@ -17,20 +21,45 @@ KEYS: Final = (KEY, "hotwire")
 _FRONT: Final = "_eyesplice_front"
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What becomes of one request.
+
+    Attributes:
+        extra_args: for the worker: the caller's, with our part normalised.
+        request: what it asks for, None when that is nothing.
+        program: what the request becomes.
+        vectors: digests of the registered vectors that it names itself.
+        error: why it is served without effect.
+    """
+
+    extra_args: dict[str, Any]
+    request: Request | None = None
+    program: Program | None = None
+    vectors: Mapping[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+
 class FrontEnd:
     """The part of one engine that meets requests."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._deployment = Deployment.of(vllm_config)
-        self._context: Context | None = None
+        found = self._deployment
+        self._switches = AppSwitches(
+            found.apps.names if found else (),
+            found.config.default_apps if found else (),
+        )
+        self._made: tuple[frozenset[str], Context] | None = None
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of a request that are ours: not hotwire's unless switched on."""
-        return KEYS if self._deployment is not None else (KEY,)
+    def switched_on(self) -> bool:
+        """Whether the engine runs with eyesplice."""
+        return self._deployment is not None
 
-    def context(self) -> Context:
-        """What requests can name.
+    @property
+    def deployment(self) -> Deployment:
+        """What the engine deploys.
 
         Raises:
             SpecError: eyesplice is not switched on in this engine.
@@ -42,30 +71,82 @@ class FrontEnd:
                 "requests without that key: eyesplice is installed, not switched on",
                 "start the engine with additional_config={'eyesplice': {}}",
             )
-        if self._context is None:
-            self._context = self._deployment.context(self._deployment.read_report())
-        return self._context
+        return self._deployment
 
-    def admit(
-        self, extra_args: dict[str, Any]
-    ) -> tuple[dict[str, Any], Program | None]:
-        """Validate what a request asks for.
+    def is_enabled(self, name: str) -> bool:
+        """Whether new requests can have the app."""
+        return name not in self._switches.disabled
 
-        Returns:
-            The arguments for the worker, normalised, and the program that the request
-            becomes (None when it asks for nothing).
+    def enable(self, name: str) -> None:
+        """Let new requests have the app.
 
         Raises:
-            SpecError: the request cannot be served as written.
+            SpecError: no such app.
         """
+        self._switches.enable(name)
+
+    def disable(self, name: str) -> None:
+        """Keep the app from new requests; those that run keep it.
+
+        Raises:
+            SpecError: no such app.
+        """
+        self._switches.disable(name)
+
+    def context(self) -> Context:
+        """What requests can name now.
+
+        Raises:
+            SpecError: eyesplice is not switched on in this engine.
+        """
+        disabled, made = self._switches.disabled, self._made
+        if made is None or made[0] != disabled:
+            deployment = self.deployment
+            context = deployment.context(deployment.read_report(), disabled)
+            self._made = made = disabled, context
+        return made[1]
+
+    def concerns(self, params: Any) -> bool:
+        """Whether a request with these parameters is anything to eyesplice.
+
+        hotwire's key is not ours, unless eyesplice is switched on.
+        """
+        keys = KEYS if self.switched_on else (KEY,)
+        extra_args = getattr(params, "extra_args", None)
+        if extra_args and any(key in extra_args for key in keys):
+            return True
+        return self._switches.has_default and hasattr(params, "max_tokens")
+
+    def admit(self, extra_args: Mapping[str, Any]) -> Admission:
+        """Validate what a request asks for.
+
+        Raises:
+            SpecError: the request cannot be served as written, and may not be served
+                otherwise.
+        """
+        rest = {key: value for key, value in extra_args.items() if key not in KEYS}
+        deployment = self.deployment
+        try:
+            return self._admit(extra_args, rest)
+        except SpecError as error:
+            if deployment.config.on_error != "unsteered":
+                raise
+            return Admission(rest, error=str(error))
+
+    def _admit(self, extra_args: Mapping[str, Any], rest: dict[str, Any]) -> Admission:
         context = self.context()
         request = parse_request(extra_args, context)
-        rest = {key: value for key, value in extra_args.items() if key not in KEYS}
-        if request is None or not request.writes:
-            return rest, None
-        # Lowering finds what parsing cannot: too many entries or conditions.
+        if request is None or not request.functions:
+            return Admission(rest)
+        # Lowering finds what parsing cannot: too many entries, scores or conditions.
         program = lower(request, context)
-        return {**rest, KEY: request.canonical()}, program
+        own = (f.tensors for f in request.functions if f.app is None)
+        return Admission(
+            {**rest, KEY: request.canonical()},
+            request,
+            program,
+            digests(context.vectors, {name for names in own for name in names}),
+        )
 
 
 def cache_salt(program: Program, num_prompt_tokens: int) -> str:
@@ -83,9 +164,19 @@ def open_front_end(processor: Any) -> None:
     """Read what the engine deploys, once, when its front end is made.
 
     Raises:
-        SpecError: vectors that cannot be registered.
+        SpecError: vectors or apps that cannot be registered.
     """
-    setattr(processor, _FRONT, FrontEnd(processor.vllm_config))
+    front = FrontEnd(processor.vllm_config)
+    setattr(processor, _FRONT, front)
+    if front.switched_on:
+        from eyesplice.integration import http_routes
+
+        http_routes.attach()
+
+
+def front_end_of(processor: Any) -> FrontEnd | None:
+    """The front end that was opened for one of vLLM's input processors."""
+    return getattr(processor, _FRONT, None)
 
 
 def process_inputs(
@@ -97,18 +188,35 @@ def process_inputs(
         SpecError: the request cannot be served as written.
     """
     params = kwargs["params"] if "params" in kwargs else args[2]
-    extra_args = getattr(params, "extra_args", None)
     front: FrontEnd = getattr(processor, _FRONT)
-    if not extra_args or not any(key in extra_args for key in front.keys):
+    if not front.concerns(params):
         return original(processor, *args, **kwargs)
     try:
-        admitted, program = front.admit(extra_args)
+        admission = front.admit(params.extra_args or {})
     except SpecError as error:
         raise served(error) from None
     result = original(processor, *args, **kwargs)
+    _mark(result, admission)
+    return result
+
+
+def _mark(result: Any, admission: Admission) -> None:
+    """Give an engine core request what was admitted."""
     # The processor has cloned the caller's parameters: these are the request's own.
-    result.sampling_params.extra_args = admitted or None
-    if program is not None:
+    params = result.sampling_params
+    params.extra_args = admission.extra_args or None
+    program = admission.program
+    if program is None and admission.error is None:
+        return
+    if program is not None and program.changes_kv:
         salt = cache_salt(program, prompt_length(result))
         result.cache_salt = f"{result.cache_salt or ''}{salt}"
-    return result
+    if program is not None and program.needs_every_token:
+        params.skip_reading_prefix_cache = True
+    answers.remember(
+        result.request_id,
+        program,
+        admission.request,
+        vectors=admission.vectors,
+        error=admission.error,
+    )

@@ -124,6 +124,43 @@ PROCESS_INPUTS: Final = PrivateName(
     versions="0.25.1 (request_id, prompt, params, ...) and 0.32.0 (more keywords)",
     when_gone="wrap Request.from_engine_core_request in the engine core",
 )
+GENERATE_ROUTES: Final = PrivateName(
+    "vllm.entrypoints.generate.api_router",
+    "register_generate_api_routers",
+    why="wrapped: adds the routes to the server's own app, behind its API key",
+    versions="0.25.1 and 0.32.0; imported by build_app each time that it runs, so that "
+    "the wrapper is found however the server was started",
+    when_gone="wrap build_app where the server's entry module holds it",
+)
+CHAT_FULL: Final = PrivateName(
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "OpenAIServingChat.chat_completion_full_generator",
+    why="wrapped: adds the answer to a chat's response",
+    versions="0.25.1 and 0.32.0; (request, result_generator, ...), a coroutine",
+    when_gone="wrap create_chat_completion",
+)
+CHAT_STREAM: Final = PrivateName(
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "OpenAIServingChat.chat_completion_stream_generator",
+    why="wrapped: adds the answer to chunks of a chat's stream",
+    versions="0.25.1 and 0.32.0; (request, result_generator, ...), yields SSE text",
+    when_gone="wrap create_chat_completion",
+)
+COMPLETION_FULL: Final = PrivateName(
+    "vllm.entrypoints.openai.completion.serving",
+    "OpenAIServingCompletion.request_output_to_completion_response",
+    why="wrapped: adds the answer to a completion's response",
+    versions="0.25.1 and 0.32.0; (final_res_batch, ...)",
+    when_gone="wrap create_completion",
+)
+COMPLETION_STREAM: Final = PrivateName(
+    "vllm.entrypoints.openai.completion.serving",
+    "OpenAIServingCompletion.completion_stream_generator",
+    why="wrapped: adds the answer to chunks of a completion's stream",
+    versions="0.25.1 and 0.32.0; (request, engine_inputs, result_generator, ...), the "
+    "generator gives (prompt index, output), yields SSE text",
+    when_gone="wrap create_completion",
+)
 V1_UPDATE_STATES: Final = PrivateName(
     "vllm.v1.worker.gpu_model_runner",
     "GPUModelRunner._update_states",
@@ -166,6 +203,72 @@ V2_PREPARE_INPUTS: Final = PrivateName(
     why="wrapped on the V2 runner: routes the step; called for real batches only",
     versions="0.25.1 and 0.32.0; returns the InputBatch",
     when_gone="subclass ModelState and use preprocess_state",
+)
+EXECUTE_MODEL: Final = PrivateName(
+    "vllm.v1.worker.gpu_model_runner",
+    "GPUModelRunner.execute_model",
+    why="wrapped on both runners: results of a step whose output it gives itself; tells "
+    "V2's dummy runs by their keyword",
+    versions="0.25.1 and 0.32.0; gives None when sample_tokens is to follow",
+    when_gone="wrap what the worker's execute_model calls",
+)
+SAMPLE_TOKENS: Final = PrivateName(
+    "vllm.v1.worker.gpu_model_runner",
+    "GPUModelRunner.sample_tokens",
+    why="wrapped on both runners: starts to copy a step's results, adds them to its output",
+    versions="0.25.1 and 0.32.0; gives a ModelRunnerOutput or an object with get_output",
+    when_gone="wrap what the worker's sample_tokens calls",
+)
+UPDATE_FROM_OUTPUT: Final = PrivateName(
+    "vllm.v1.core.sched.scheduler",
+    "Scheduler.update_from_output",
+    why="wrapped: adds results up per request, and sends them with the outputs",
+    versions="0.25.1 and 0.32.0; (scheduler_output, model_runner_output); uses `requests` "
+    "of the scheduler and `outputs` of the results; no subclass replaces it",
+    when_gone="wrap what makes EngineCoreOutput objects",
+)
+PROCESS_OUTPUTS: Final = PrivateName(
+    "vllm.v1.engine.output_processor",
+    "OutputProcessor.process_outputs",
+    why="wrapped: takes results out of the outputs that arrive from the engine core",
+    versions="0.25.1 and 0.32.0; (engine_core_outputs, ...)",
+    when_gone="wrap what the front end calls for each batch of EngineCoreOutputs",
+)
+PROCESSOR_ADD_REQUEST: Final = PrivateName(
+    "vllm.v1.engine.output_processor",
+    "OutputProcessor.add_request",
+    why="wrapped: learns the id that the engine core knows a request by",
+    versions="0.25.1 and 0.32.0; (request, prompt, parent_req, request_index, ...)",
+    when_gone="wrap InputProcessor.assign_request_id and ParentRequest.get_child_info",
+)
+PROCESSOR_ABORT: Final = PrivateName(
+    "vllm.v1.engine.output_processor",
+    "OutputProcessor.abort_requests",
+    why="wrapped: forgets what aborted requests asked for",
+    versions="0.25.1 and 0.32.0; returns the engine core's ids of the aborted requests",
+    when_gone="forget a request when its output queue closes",
+)
+NEW_COMPLETION_OUTPUT: Final = PrivateName(
+    "vllm.v1.engine.output_processor",
+    "RequestState._new_completion_output",
+    why="wrapped: puts the answer on each completion, the one place that makes them",
+    versions="0.25.1 and 0.32.0; (token_ids, finish_reason, stop_reason); uses request_id "
+    "and output_kind",
+    when_gone="wrap RequestState.make_request_output",
+)
+NEW_REQUEST_OUTPUT: Final = PrivateName(
+    "vllm.v1.engine.output_processor",
+    "RequestState._new_request_output",
+    why="wrapped: puts the completions' answer on the request's output",
+    versions="0.25.1 and 0.32.0; (external_req_id, outputs, ...)",
+    when_gone="wrap RequestState.make_request_output",
+)
+MERGE_OUTPUTS: Final = PrivateName(
+    "vllm.outputs",
+    "RequestOutput.add",
+    why="wrapped: outputs that a slow client takes as one keep the answers of both",
+    versions="0.25.1 and 0.32.0; (next_output, aggregate)",
+    when_gone="look how RequestOutputCollector merges outputs",
 )
 
 ALL: Final = tuple(

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from eyesplice.integration import ledger
+from eyesplice.integration import ledger, output_hook, scheduler_hook
 from eyesplice.integration.ledger import PrivateName
 
 _MARK = "__eyesplice_wraps__"
@@ -22,6 +22,8 @@ def register() -> None:
     wrap(ledger.INIT_DEVICE, _init_device)
     wrap(ledger.INPUT_PROCESSOR_INIT, _input_processor_init)
     wrap(ledger.PROCESS_INPUTS, _process_inputs)
+    wrap(ledger.UPDATE_FROM_OUTPUT, scheduler_hook.update_from_output)
+    output_hook.attach()
 
 
 def wrap(name: PrivateName, around: Callable[..., Any]) -> None:

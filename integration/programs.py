@@ -4,7 +4,13 @@ from collections.abc import Iterable
 
 import torch
 
-from eyesplice.fx_passes.program import Program, pack, pack_clauses
+from eyesplice.fx_passes.program import (
+    Program,
+    pack,
+    pack_clauses,
+    pack_reads,
+    pack_token_ids,
+)
 from eyesplice.fx_passes.sites import Table
 from eyesplice.integration.buffers import Buffers
 
@@ -74,7 +80,8 @@ class ProgramRows:
     def _upload(self, digests: list[str]) -> None:
         """Write the programs' rows, and clear what their last owners left there."""
         rows = self._buffers.rows
-        places, blocks, row_numbers, clauses = [], [], [], []
+        places, blocks = [], []
+        row_numbers = [self._row[digest] for digest in digests]
         for digest in digests:
             program, row = self._programs[digest], self._row[digest]
             tables = frozenset(program.tables)
@@ -83,16 +90,22 @@ class ProgramRows:
                 places.append(self._buffers.index[table] * rows + row)
                 blocks.append(pack(entries, self._max_entries))
             self._tables_of_row[row] = tables
-            row_numbers.append(row)
-            clauses.append(pack_clauses(program.clauses))
         device = self._flat.device
         if places:
             self._flat.index_copy_(
                 0, to_device(places, device), to_device(torch.stack(blocks), device)
             )
-        self._buffers.clauses.index_copy_(
-            0, to_device(row_numbers, device), to_device(torch.stack(clauses), device)
-        )
+        rows_of_programs = to_device(row_numbers, device)
+        programs = [self._programs[digest] for digest in digests]
+        max_scores = self._buffers.reads.shape[1] - 1
+        for tensor, packed in (
+            (self._buffers.clauses, [pack_clauses(p.clauses) for p in programs]),
+            (self._buffers.reads, [pack_reads(p, max_scores) for p in programs]),
+            (self._buffers.token_ids, [pack_token_ids(p) for p in programs]),
+        ):
+            tensor.index_copy_(
+                0, rows_of_programs, to_device(torch.stack(packed), device)
+            )
 
 
 def to_device(values: torch.Tensor | list[int], device: torch.device) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 V1    _update_states -> begin/end    _prepare_inputs -> step    _dummy_run -> clear
 V2    finish_requests, add_requests -> end/begin    prepare_inputs -> step
+both  sample_tokens, or execute_model where that gives the output -> results
 """
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.lowering import lower
-from eyesplice.fx_passes.request import parse_request
+from eyesplice.fx_passes.request import parse_canonical
 from eyesplice.integration import ledger
 from eyesplice.integration.config import KEY
 from eyesplice.integration.ledger import PrivateName
+from eyesplice.integration.results import Pending, Results
 from eyesplice.integration.router import Router, prompt_length
 
 logger = logging.getLogger("vllm.eyesplice")
@@ -24,9 +25,12 @@ logger = logging.getLogger("vllm.eyesplice")
 class RunnerHooks:
     """The wrappers of one runner's methods."""
 
-    def __init__(self, router: Router, context: Callable[[], Context]) -> None:
+    def __init__(
+        self, router: Router, results: Results, context: Callable[[], Context]
+    ) -> None:
         """Hooks that route for `router`; `context` is asked once programs arrive."""
         self.router = router
+        self._results = results
         self._context = context
 
     def attach(self, runner: Any) -> None:
@@ -45,6 +49,8 @@ class RunnerHooks:
             _around(runner, ledger.V2_PREPARE_INPUTS, self._v2_prepare_inputs)
         else:
             raise TypeError(f"eyesplice does not know the runner {type(runner)}")
+        _around(runner, ledger.EXECUTE_MODEL, self._execute_model)
+        _around(runner, ledger.SAMPLE_TOKENS, self._sample_tokens)
 
     def _begin(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
@@ -54,14 +60,13 @@ class RunnerHooks:
             if text is None:
                 continue
             try:
-                # The front end's own text: parsed here, no limit on its length holds.
-                request = parse_request({KEY: json.loads(text)}, self._context())
-                assert request is not None
-                program = lower(request, self._context())
+                context = self._context()
+                program = lower(parse_canonical(text, context), context)
             except SpecError as error:
                 # The front end has admitted it. Only files that changed between the
                 # starts of both lead here, and no other request may pay for that.
                 logger.error("request %s runs UNSTEERED: %s", new.req_id, error)
+                self.router.refuse(new.req_id, f"ran without effect: {error}")
                 continue
             self.router.begin(new.req_id, program, prompt_length(new))
 
@@ -72,8 +77,13 @@ class RunnerHooks:
     def _v1_update_states(
         self, original: Callable[..., Any], runner: Any, scheduler_output: Any
     ) -> Any:
+        # One that is preempted keeps its parameters here; it is not sent again.
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.router.preempt(request_id)
         self._end(scheduler_output)
         self._begin(scheduler_output)
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self.router.resume(request_id)
         return original(scheduler_output)
 
     def _v1_prepare_inputs(
@@ -85,11 +95,15 @@ class RunnerHooks:
     ) -> Any:
         result = original(scheduler_output, *args)
         batch = runner.input_batch
+        ids = batch.req_ids[: batch.num_reqs]
+        scheduled = scheduler_output.num_scheduled_tokens
         self.router.step(
-            batch.req_ids[: batch.num_reqs],
+            ids,
             runner.query_start_loc.gpu,
             runner.positions,
+            runner.input_ids.gpu,
             scheduler_output.total_num_scheduled_tokens,
+            lambda: [scheduled[request_id] for request_id in ids],
         )
         return result
 
@@ -120,9 +134,54 @@ class RunnerHooks:
     ) -> Any:
         batch = original(*args, **kwargs)
         self.router.step(
-            batch.req_ids, batch.query_start_loc, batch.positions, batch.num_tokens
+            batch.req_ids,
+            batch.query_start_loc,
+            batch.positions,
+            batch.input_ids,
+            batch.num_tokens,
+            batch.num_scheduled_tokens.tolist,
         )
         return batch
+
+    def _execute_model(
+        self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("dummy_run"):
+            self.router.clear()
+        output = original(*args, **kwargs)
+        # None means that `sample_tokens` gives the output; the step stays open for it.
+        return output if output is None else self._with_results(output, self._launch())
+
+    def _sample_tokens(
+        self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # The copies start before sampling does.
+        pending = self._launch()
+        return self._with_results(original(*args, **kwargs), pending)
+
+    def _launch(self) -> Pending | None:
+        step = self.router.take_step()
+        return None if step is None else self._results.launch(step)
+
+    @staticmethod
+    def _with_results(output: Any, pending: Pending | None) -> Any:
+        """Put the results on the output, once the host handles it."""
+        if pending is None or output is None:
+            return output
+        if not hasattr(output, "get_output"):
+            # An output without requests is an object that all steps share.
+            if getattr(output, "req_ids", None):
+                setattr(output, KEY, pending.join())
+            return output
+        get_output = output.get_output
+
+        def with_results() -> Any:
+            result = get_output()
+            setattr(result, KEY, pending.join())
+            return result
+
+        output.get_output = with_results
+        return output
 
 
 def _around(runner: Any, name: PrivateName, hook: Callable[..., Any]) -> None:

@@ -1,12 +1,13 @@
 """What a worker process holds for the engine that it serves."""
 
 import logging
+from typing import NoReturn
 
 from torch import fx
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.plan import SplicePlan
-from eyesplice.fx_passes.report import SpliceReport
+from eyesplice.fx_passes.report import SiteRow, SpliceReport
 from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
 from eyesplice.integration.deployment import Deployment
 
@@ -68,17 +69,23 @@ class Session:
         )
 
     def _refuse_missing(self, report: SpliceReport) -> None:
-        missing = report.missing
-        if missing and (
-            self.deployment.config.explicit_sites or len(missing) == len(report.rows)
-        ):
-            row = missing[0]
-            raise SpecError(
-                "site",
-                str(row.site),
-                "the sites that this model has",
-                f"leave it out of `sites`: {row.reason} ({len(missing)} such sites)",
-            )
+        """Refuse to run without a site that someone named, or without any."""
+        needed = self.deployment.needs.sites
+        explicit = self.deployment.config.explicit_sites
+        nothing = len(report.missing) == len(report.rows)
+        for row in report.missing:
+            if row.site in needed:
+                self._refuse(row, "leave out the app that needs it")
+            if explicit or nothing:
+                self._refuse(row, "leave it out of `sites`")
+
+    def _refuse(self, row: SiteRow, remedy: str) -> NoReturn:
+        raise SpecError(
+            "site",
+            str(row.site),
+            "the sites that this model has",
+            f"{remedy}: {row.reason}",
+        )
 
     def require_report(self) -> SpliceReport:
         """The site table of the compiled model.
@@ -87,7 +94,7 @@ class Session:
         from the start that compiled it.
 
         Raises:
-            SpecError: the model runs unspliced.
+            SpecError: the model runs unspliced, or without a site that someone named.
         """
         if self.report is None and self._unspliced:
             raise SpecError(
@@ -98,6 +105,8 @@ class Session:
             )
         if self.report is None:
             self.report = self.deployment.read_report()
+        # The apps may be others than those of the start that compiled it.
+        self._refuse_missing(self.report)
         return self.report
 
 

@@ -1,6 +1,7 @@
 """The registry of steering vectors: read from a folder, stored as rows of the bank."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,52 +26,115 @@ class _Stored:
     first_row: int
     squared_norms: tuple[float, ...]
 
+    @property
+    def rows_per_layer(self) -> int:
+        """Rows at one index of the first axis."""
+        return math.prod(self.info.shape[1:-1])
+
 
 class VectorRegistry:
-    """Vectors by name, and the bank rows they occupy.
+    """Tensors by name, and the bank rows they occupy.
 
-    Every process that builds it from the same folder gets the same rows.
+    Every process that builds it from the same files, in the same order, gets the same
+    rows. Tensors of apps are named `app/tensor`.
 
     Attributes:
-        rows: model dtype `[used rows, width]`, on the CPU; row 0 is zero.
+        bank: model dtype `[used rows, width]`, on the CPU; row 0 is zero.
     """
 
     def __init__(self, dtype: torch.dtype, width: int, bank_rows: int) -> None:
         self._dtype = dtype
         self._bank_rows = bank_rows
         self._stored: dict[str, _Stored] = {}
-        self.rows = torch.zeros(_FIRST_ROW, width, dtype=dtype)
+        self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self._frozen = False
+        self.bank = torch.zeros(_FIRST_ROW, width, dtype=dtype)
 
     def names(self) -> Sequence[str]:
-        """Names of every registered vector."""
+        """Names of every registered tensor."""
         return sorted(self._stored)
 
     def info(self, name: str) -> VectorInfo | None:
-        """The vector of this name, None if it is not registered."""
+        """The tensor of this name, None if it is not registered."""
         stored = self._stored.get(name)
         return stored.info if stored else None
 
     def row(self, name: str, layer: int) -> int:
-        """Bank row at `layer`, which a `[width]` vector ignores."""
+        """First bank row at index `layer` of the first axis.
+
+        A `[width]` tensor has one row and ignores `layer`.
+        """
         stored = self._stored[name]
-        return stored.first_row + (0 if stored.info.layers is None else layer)
+        if stored.info.layers is None:
+            return stored.first_row
+        return stored.first_row + layer * stored.rows_per_layer
+
+    def _rows_of(self, name: str) -> range:
+        """Every bank row of the tensor."""
+        stored = self._stored[name]
+        first = stored.first_row
+        return range(first, first + math.prod(stored.info.shape[:-1]))
+
+    def rows(self, name: str, layer: int) -> tuple[int, int]:
+        """First bank row and number of rows at `layer` of a tensor of several rows."""
+        stored = self._stored[name]
+        if len(stored.info.shape) < 3:
+            return stored.first_row, len(self._rows_of(name))
+        return self.row(name, layer), stored.rows_per_layer
 
     def squared_norm(self, name: str, layer: int) -> float:
-        """|v|^2 at `layer` of the values that the bank stores."""
+        """|v|^2 of bank row `row(name, layer)`, of the values that the bank stores."""
         stored = self._stored[name]
-        return stored.squared_norms[0 if stored.info.layers is None else layer]
+        return stored.squared_norms[self.row(name, layer) - stored.first_row]
+
+    def tensor(self, name: str) -> Tensor:
+        """The values that the bank stores, of the shape of `info`, on the CPU."""
+        rows, info = self._rows_of(name), self._stored[name].info
+        return self.bank[rows.start : rows.stop, : info.width].reshape(info.shape)
+
+    def mask_row(self, activate: tuple[int, ...], deactivate: tuple[int, ...]) -> int:
+        """Bank row that holds 1 at experts to activate, -1 at those to deactivate.
+
+        Until `freeze`, a mask that is not there is added to the bank.
+
+        Raises:
+            SpecError: no such row, and none can be made.
+        """
+        key = (tuple(sorted(activate)), tuple(sorted(deactivate)))
+        if key in self._masks:
+            return self._masks[key]
+        if self._frozen:
+            raise SpecError(
+                "router mask",
+                {"activate": list(key[0]), "deactivate": list(key[1])},
+                f"the {len(self._masks)} masks of the deployed apps",
+                "put the experts into an app and restart the engine with it",
+            )
+        mask = torch.zeros(1, self.bank.shape[1], dtype=self._dtype)
+        mask[0, list(key[0])] = 1
+        mask[0, list(key[1])] = -1
+        self._masks[key] = self._append("router mask", mask)
+        return self._masks[key]
+
+    def freeze(self) -> None:
+        """Take no more rows: the bank is about to be copied to the device."""
+        self._frozen = True
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Register a vector, rounded to the bank's dtype.
+        """Register a tensor, rounded to the bank's dtype.
 
         Args:
             name: what requests call it.
-            tensor: any float dtype, `[width]` or `[layers, width]`.
+            tensor: any float dtype, `[width]`, `[n, width]` or `[layers, n, width]`.
 
         Raises:
-            SpecError: not such a tensor, not finite, or no room in the bank.
+            SpecError: not such a tensor, not finite, no room, or a name that is taken.
         """
-        _check(name, tensor, self.rows.shape[1])
+        if name in self._stored:
+            raise SpecError(
+                "vectors", name, "one vector of each name", "rename one of them"
+            )
+        _check(name, tensor, self.bank.shape[1])
         rows = tensor.detach().to(self._dtype).reshape(-1, tensor.shape[-1])
         if not rows.isfinite().all():
             raise SpecError(
@@ -79,27 +143,33 @@ class VectorRegistry:
                 f"values that {self._dtype} can hold",
                 "scale the vector down",
             )
-        first = self.rows.shape[0]
-        if first + len(rows) > self._bank_rows:
-            raise SpecError(
-                f"vector {name}",
-                f"{len(rows)} rows, with {self._bank_rows - first} free",
-                f"{self._bank_rows} rows in the bank",
-                "raise bank_rows in the configuration or remove vectors",
-            )
-        padded = torch.zeros(len(rows), self.rows.shape[1], dtype=self._dtype)
-        padded[:, : rows.shape[1]] = rows
-        self.rows = torch.cat([self.rows, padded])
+        first = self._append(f"vector {name}", rows)
         self._stored[name] = _Stored(
             VectorInfo(
                 name,
                 _digest(tensor),
                 layers=None if tensor.dim() == 1 else tensor.shape[0],
                 width=tensor.shape[-1],
+                shape=tuple(tensor.shape),
             ),
             first,
             tuple(rows.double().square().sum(dim=-1).tolist()),
         )
+
+    def _append(self, thing: str, rows: Tensor) -> int:
+        """Add rows at the end, padded with zeros; returns the first one's number."""
+        first = self.bank.shape[0]
+        if first + len(rows) > self._bank_rows:
+            raise SpecError(
+                thing,
+                f"{len(rows)} rows, with {self._bank_rows - first} free",
+                f"{self._bank_rows} rows in the bank",
+                "raise bank_rows in the configuration or remove vectors",
+            )
+        padded = torch.zeros(len(rows), self.bank.shape[1], dtype=self._dtype)
+        padded[:, : rows.shape[1]] = rows
+        self.bank = torch.cat([self.bank, padded])
+        return first
 
     def load_folder(self, folder: str | None) -> None:
         """Register every vector of a folder's .safetensors and .pt files, by name.
@@ -120,13 +190,6 @@ class VectorRegistry:
             )
         for file in sorted(path.iterdir()):
             for name, tensor in _read(file):
-                if name in self._stored:
-                    raise SpecError(
-                        "vectors",
-                        name,
-                        "one vector of each name",
-                        f"rename {file.name} or the other file",
-                    )
                 self.add(name, tensor)
 
 
@@ -182,11 +245,12 @@ def _check(name: str, tensor: Tensor, width: int) -> None:
             "store it as one",
         )
     shape = list(tensor.shape)
-    if tensor.dtype not in _DTYPES or tensor.dim() not in (1, 2) or 0 in shape:
+    if tensor.dtype not in _DTYPES or tensor.dim() not in (1, 2, 3) or 0 in shape:
         raise SpecError(
             f"vector {name}",
             f"{tensor.dtype} {shape}",
-            "float16, bfloat16, float32 or float64, [hidden] or [layers, hidden]",
+            "float16, bfloat16, float32 or float64, [hidden], [layers, hidden] or "
+            "[layers, rows, hidden]",
             "store the vector in that shape",
         )
     if shape[-1] > width:

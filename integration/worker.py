@@ -11,8 +11,9 @@ from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
-from eyesplice.integration.buffers import Buffers
-from eyesplice.integration.deployment import Deployment, bank_width, switched_on
+from eyesplice.integration.buffers import Buffers, BufferSizes
+from eyesplice.integration.deployment import Deployment, switched_on
+from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.integration.runners import RunnerHooks
 from eyesplice.integration.session import Session, open_session
@@ -87,6 +88,11 @@ def attach(worker: Any, vllm_config: Any) -> None:
     root, layers_path = find_layers(runner.get_model())
     plan = _plan(deployment, layers_path, vllm_config)
     buffers = _allocate(deployment, plan, vllm_config, worker.device)
+    results = Results(
+        buffers,
+        deployment.shape.widths(),
+        answers=_answers(worker, vllm_config.parallel_config),
+    )
     anchor_layers(root, plan, buffers)
     session = Session(deployment, plan)
     open_session(session)
@@ -97,7 +103,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
             contexts.append(deployment.context(session.require_report()))
         return contexts[0]
 
-    hooks = RunnerHooks(Router(buffers), context)
+    hooks = RunnerHooks(Router(buffers, results), results, context)
     hooks.router.warm_up()
     hooks.attach(runner)
     worker.eyesplice = session
@@ -111,6 +117,16 @@ def attach(worker: Any, vllm_config: Any) -> None:
     )
 
 
+def _answers(worker: Any, parallel: Any) -> bool:
+    """Whether the engine takes its outputs from this worker.
+
+    It takes them from one rank of a tensor-parallel group, unless each rank is an engine
+    of its own.
+    """
+    own_engine = parallel.distributed_executor_backend == "external_launcher"
+    return bool(worker.is_driver_worker) or own_engine
+
+
 def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SplicePlan:
     shape = deployment.shape
     splitting = vllm_config.compilation_config.splitting_ops or ()
@@ -118,12 +134,13 @@ def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SpliceP
     return SplicePlan(
         layers_path=layers_path,
         num_layers=shape.num_layers,
-        wanted=deployment.config.wanted(shape.num_layers, shape.num_experts),
+        wanted=deployment.wanted,
         attention_ops=frozenset({*splitting, *default}) - _CACHE_UPDATES,
         moe_ops=_MOE_OPS,
         num_experts=shape.num_experts,
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         defer_adds=_inductor_defers(deployment, vllm_config),
+        families=int(deployment.families),
     )
 
 
@@ -152,15 +169,19 @@ def _allocate(
     config, registry = deployment.config, deployment.registry
     scheduler = vllm_config.scheduler_config
     captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    buffers = Buffers.allocate(
-        plan,
-        max_tokens=max(scheduler.max_num_batched_tokens, captured),
-        max_requests=scheduler.max_num_seqs,
-        max_entries=config.max_entries,
-        bank_shape=(config.bank_rows, bank_width(config, deployment.shape)),
-        dtype=deployment.dtype,
-        device=device,
+    sizes = BufferSizes(
+        tokens=max(scheduler.max_num_batched_tokens, captured),
+        requests=scheduler.max_num_seqs,
+        entries=config.max_entries,
+        bank_rows=config.bank_rows,
+        width=deployment.bank_shape[1],
+        scores=config.max_scores,
+        capture_rows=config.capture_rows,
+        token_sets=config.token_sets,
+        vocab_size=vllm_config.model_config.get_vocab_size(),
     )
-    rows = registry.rows
+    buffers = Buffers.allocate(plan, sizes, dtype=deployment.dtype, device=device)
+    rows = registry.bank
     buffers.bank[: len(rows)].copy_(rows)
+    buffers.token_sets.copy_(deployment.token_set_rows())
     return buffers

@@ -9,6 +9,13 @@ anchor(tensors, layer) -> ()
     a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
 route_(row_of_token!, select!, ...) -> ()
     fills the per-token maps; called by the host before a step, never in the graph
+collect_(...) -> ()
+    carries a step's scores and latches over to the next; called by the host after it
+
+What a graph sees as written is only what it reads: the row op's value, and the maps of
+`route_`. `select` and the `work` tensors are written too, but they are scratch that only
+these ops look at, and their order is that of the values the ops share; declared written,
+functionalization would chain them through every op of the graph, and copy them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +30,10 @@ NAMESPACE: Final = "eyesplice"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
-_TABLES = "Tensor row_of_token, Tensor select, Tensor program, Tensor bank"
+_TABLES = (
+    "Tensor row_of_token, Tensor select, Tensor program, Tensor bank, Tensor[] work, "
+    "int families"
+)
 
 SCHEMAS: Final = {
     "boundary_": (
@@ -33,9 +43,15 @@ SCHEMAS: Final = {
     "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
     "anchor": "(Tensor[] tensors, int layer) -> ()",
     "route_": (
-        "(Tensor(a!) row_of_token, Tensor(b!) select, Tensor request_row, "
-        "Tensor prompt_len, Tensor query_start_loc, Tensor positions, Tensor clauses, "
-        "int num_requests, int extent) -> ()"
+        "(Tensor(a!) row_of_token, Tensor(b!) select, Tensor[] work, "
+        "Tensor per_request, Tensor query_start_loc, Tensor positions, "
+        "Tensor token_ids_of_step, Tensor clauses, Tensor token_ids, "
+        "Tensor token_sets, int num_requests, int extent, int capture_start, "
+        "int capture_limit) -> ()"
+    ),
+    "collect_": (
+        "(Tensor[] work, Tensor select, Tensor reads, Tensor per_request, "
+        "Tensor query_start_loc, Tensor positions, int num_requests) -> ()"
     ),
 }
 
@@ -50,6 +66,8 @@ def _boundary_fake(
     select: Tensor,
     program: Tensor,
     bank: Tensor,
+    work: Sequence[Tensor],
+    families: int,
     pending: Tensor | None = None,
     defer: bool = False,
 ) -> Tensor:
@@ -80,10 +98,8 @@ def _cuda(name: str) -> Callable[..., Tensor | None]:
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema)
-    _library.impl("boundary_", reference.boundary_, "CPU")
-    _library.impl("inline_", reference.inline_, "CPU")
-    _library.impl("route_", reference.route_, "CPU")
-    for name in ("boundary_", "inline_", "route_"):
+    for name in ("boundary_", "inline_", "route_", "collect_"):
+        _library.impl(name, getattr(reference, name), "CPU")
         _library.impl(name, _cuda(name), "CUDA")
     _library.impl("anchor", _anchor, "CPU")
     _library.impl("anchor", _anchor, "CUDA")
@@ -98,3 +114,4 @@ boundary_: Final = torch.ops.eyesplice.boundary_.default
 inline_: Final = torch.ops.eyesplice.inline_.default
 anchor: Final = torch.ops.eyesplice.anchor.default
 route_: Final = torch.ops.eyesplice.route_.default
+collect_: Final = torch.ops.eyesplice.collect_.default

@@ -12,7 +12,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from eyesplice.ops.layout import WORDS, Function, Header, Opcode, Stage, Word
+from eyesplice.ops.layout import (
+    ALL_FAMILIES,
+    FLOAT_WORDS,
+    PRESERVE_NORM,
+    WORDS,
+    Family,
+    Function,
+    Header,
+    Opcode,
+    Stage,
+    Word,
+)
+from eyesplice.ops.work import Work, empty_work
 
 POISON: Final = 0x7FC00000
 """A quiet NaN as fp32 bits, and as an int32 an index far outside every table."""
@@ -28,15 +40,26 @@ class Entry:
 
     opcode: Opcode
     stage: Stage
-    u: int
+    u: int = 0
     v: int = 0
-    function: Function = Function.IDENTITY
+    function: int = Function.IDENTITY
     clause_mask: int = ALL_CLAUSES
     gain: float = 1.0
     in_scale: float = 1.0
     bias: float = 0.0
     lo: float = 0.0
     hi: float = 0.0
+    rank: int = 0
+    bias_row: int = 0
+    flags: int = 0
+    counter: int = 0
+    slot: int = 0
+    bit: int = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes the value that it runs on."""
+        return Opcode.ADD <= self.opcode <= Opcode.ROUTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +95,14 @@ class Case:
     program: Tensor
     bank: Tensor
     programs: tuple[tuple[Entry, ...], ...]
+    work: Work
+    families: Family = ALL_FAMILIES
 
     @property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], int]:
         """The arguments that every row op ends with."""
-        return self.row_of_token, self.select, self.program, self.bank
+        maps = self.row_of_token, self.select
+        return *maps, self.program, self.bank, list(self.work), int(self.families)
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
@@ -96,18 +122,11 @@ def guarded(values: Tensor) -> Guarded:
 
 
 def pack(entry: Entry) -> list[int]:
-    """The entry's `WORDS` int32 words; those without a field are poison."""
+    """The entry's `WORDS` int32 words."""
     words = [POISON] * WORDS
-    words[Word.OPCODE] = entry.opcode
-    words[Word.FUNCTION] = entry.function
-    words[Word.U] = entry.u
-    words[Word.V] = entry.v
-    words[Word.CLAUSE_MASK] = entry.clause_mask
-    words[Word.GAIN] = _bits(entry.gain)
-    words[Word.IN_SCALE] = _bits(entry.in_scale)
-    words[Word.BIAS] = _bits(entry.bias)
-    words[Word.LO] = _bits(entry.lo)
-    words[Word.HI] = _bits(entry.hi)
+    for word in Word:
+        field = getattr(entry, word.name.lower())
+        words[word] = _bits(field) if word in FLOAT_WORDS else _int32(field)
     return words
 
 
@@ -124,7 +143,9 @@ def pack_programs(
         entries = sorted(program, key=lambda entry: entry.stage)
         header = [POISON] * WORDS
         for stage in Stage:
-            header[Header(stage)] = sum(entry.stage <= stage for entry in entries)
+            header[stage] = sum(entry.stage <= stage for entry in entries)
+            writes = any(entry.writes for entry in entries if entry.stage == stage)
+            header[Header.WRITES_BRANCH + stage] = int(writes)
         slots = [header, *map(pack, entries)]
         rows.append(slots + [trap] * (1 + max_entries - len(slots)))
     return torch.tensor(rows, dtype=torch.int32)
@@ -137,7 +158,10 @@ def random_entries(
     width: int,
     max_gain: float,
 ) -> tuple[Entry, ...]:
-    """Entries of every stage, with projections of order 1."""
+    """Writes of every stage but ROUTER, with projections of order 1.
+
+    The last three of `bank_rows` must be neighbours: there AFFINE entries lie.
+    """
 
     def number(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator))
@@ -145,24 +169,41 @@ def random_entries(
     def choice(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
 
-    masks = (ALL_CLAUSES, 1, 1 << 7, -(1 << 31), 0)
-    return tuple(
-        Entry(
-            opcode=(Opcode.ADD, Opcode.RANK1, Opcode.RANK1, Opcode.NONE)[choice(4)],
+    def entry(stage: Stage) -> Entry:
+        opcode = _WRITES[choice(len(_WRITES))]
+        rank = 1 + choice(3) if opcode == Opcode.AFFINE else 0
+        rows = bank_rows[-3:] if rank else bank_rows
+        first = len(rows) - max(rank - 1, 0)
+        return Entry(
+            opcode=opcode,
             stage=stage,
-            u=bank_rows[choice(len(bank_rows))],
-            v=bank_rows[choice(len(bank_rows))],
+            u=rows[choice(first)],
+            v=rows[choice(first)],
             function=Function(choice(len(Function))),
-            clause_mask=masks[choice(len(masks))],
+            clause_mask=_MASKS[choice(len(_MASKS))],
             gain=number(-max_gain, max_gain),
             in_scale=number(0.5, 1.0) / width**0.5,
             bias=number(-0.3, 0.3),
             lo=number(-1.0, 0.0),
             hi=number(0.0, 1.0),
+            rank=rank,
+            bias_row=(0, bank_rows[0])[choice(2)],
+            flags=PRESERVE_NORM * (choice(4) == 0),
         )
-        for stage in Stage
-        for _ in range(per_stage)
-    )
+
+    return tuple(entry(stage) for stage in Stage for _ in range(per_stage))
+
+
+_MASKS: Final = (ALL_CLAUSES, 1, 1 << 7, -(1 << 31), 0)
+_WRITES: Final = (
+    Opcode.NONE,
+    Opcode.ADD,
+    Opcode.RANK1,
+    Opcode.RANK1,
+    Opcode.AFFINE,
+    Opcode.REPLACE,
+    Opcode.MASK,
+)
 
 
 def random_case(
@@ -199,8 +240,8 @@ def random_case(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    used = [1, 3, 6]
-    bank = poisoned((8, width + extra_width), dtype, "cpu")
+    used = [1, 3, 6, 7, 8]
+    bank = poisoned((10, width + extra_width), dtype, "cpu")
     bank[used, :width] = normal(len(used), width).to(dtype)
     programs = tuple(
         random_entries(generator, used, per_stage, width, max_gain)
@@ -224,7 +265,31 @@ def random_case(
         program=pack_programs(programs, 3 * per_stage + 2).to(device),
         bank=bank.to(device),
         programs=programs,
+        work=poisoned_work(num_tokens + 7, 1 + num_programs, width, dtype, device),
     )
+
+
+def poisoned_work(
+    max_tokens: int,
+    num_slots: int,
+    width: int,
+    dtype: torch.dtype,
+    device: str,
+    max_scores: int = 3,
+    capture_rows: int = 5,
+) -> Work:
+    """Work tensors of which writes need nothing: no step has begun in them."""
+    work = empty_work(
+        max_tokens, num_slots, max_scores, capture_rows, width, dtype, device
+    )
+    for tensor in work:
+        tensor.copy_(poisoned(tensor.shape, tensor.dtype, device))
+    return work
+
+
+def _int32(bits: int) -> int:
+    """The int32 that holds these 32 bits, signed or unsigned."""
+    return int(bits) - 2**32 if bits >= 2**31 else int(bits)
 
 
 def _bits(number: float) -> int:

@@ -1,16 +1,21 @@
 # Parameters of a jit function have types only when it is compiled.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Conditions on FAMILIES stand alone: what they guard is then not compiled.
+# ruff: noqa: SIM102
 """Residual add and RMSNorm of a token with its program run in registers."""
 
 import triton
 import triton.language as tl
 
 from eyesplice.ops.kernel_program import run_entries
-from eyesplice.ops.layout import Header
+from eyesplice.ops.layout import Family, Header
 
 _END_BRANCH = tl.constexpr(int(Header.END_BRANCH))
 _END_STREAM = tl.constexpr(int(Header.END_STREAM))
 _END_NORMED = tl.constexpr(int(Header.END_NORMED))
+_WRITES_BRANCH = tl.constexpr(int(Header.WRITES_BRANCH))
+_WRITES_STREAM = tl.constexpr(int(Header.WRITES_STREAM))
+_FAMILY_GATE = tl.constexpr(int(Family.GATE))
 
 
 @triton.jit
@@ -33,6 +38,7 @@ def boundary_kernel(
     p_select,
     p_program,
     p_bank,
+    work,
     weight_offset,
     eps,
     num_tokens,
@@ -41,6 +47,8 @@ def boundary_kernel(
     pending_stride,
     program_stride,
     bank_stride,
+    score_stride,
+    capture_stride,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -48,11 +56,13 @@ def boundary_kernel(
     HAS_PENDING: tl.constexpr,
     DEFER: tl.constexpr,
     ROUND_BEFORE_WEIGHT: tl.constexpr,
+    FAMILIES: tl.constexpr,
+    OPCODES: tl.constexpr,
 ):
     """h = stream + pending + branch; y = h / sqrt(mean(h^2) + eps) * (weight + offset).
 
     stream, pending, branch, y `[tokens, H]`; strides in elements; TOKENS tokens an
-    instance.
+    instance; `work` is a tuple of the work tensors.
     The idle token's path is a straight line but for the branch on its row index.
     """
     o_h = tl.arange(0, BLOCK)
@@ -84,23 +94,75 @@ def boundary_kernel(
                 end_x = tl.load(p_row + _END_BRANCH)
                 end_h = tl.load(p_row + _END_STREAM)
                 end_y = tl.load(p_row + _END_NORMED)
-                select = tl.load(p_select + t)
+                writes = tl.load(p_row + _WRITES_BRANCH)
+                writes |= tl.load(p_row + _WRITES_STREAM)
+                before = tl.load(p_select + t)
+                select = before
                 if HAS_BRANCH:
-                    b_h += run_entries(
-                        b_x, o_h, m_h, p_row, select, 0, end_x, p_bank, bank_stride
+                    b_x, select = run_entries(
+                        b_x,
+                        select,
+                        o_h,
+                        m_h,
+                        t,
+                        p_row,
+                        0,
+                        end_x,
+                        p_select,
+                        p_bank,
+                        bank_stride,
+                        work,
+                        score_stride,
+                        capture_stride,
+                        FAMILIES,
+                        OPCODES,
                     )
-                b_h = run_entries(
-                    b_h, o_h, m_h, p_row, select, end_x, end_h, p_bank, bank_stride
+                    b_h += b_x
+                b_h, select = run_entries(
+                    b_h,
+                    select,
+                    o_h,
+                    m_h,
+                    t,
+                    p_row,
+                    end_x,
+                    end_h,
+                    p_select,
+                    p_bank,
+                    bank_stride,
+                    work,
+                    score_stride,
+                    capture_stride,
+                    FAMILIES,
+                    OPCODES,
                 )
-                # A deferred h that a program may have changed is handed on in the stream.
-                if (end_h > 0) | (not DEFER):
+                # A deferred h that a program writes is handed on in the stream.
+                if (writes != 0) | (HAS_BRANCH and not DEFER):
                     tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
                     if DEFER:
                         b_zero = tl.zeros_like(b_h).to(p_branch.dtype.element_ty)
                         tl.store(p_x, b_zero, mask=m_h)
                 b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
-                b_y = run_entries(
-                    b_y, o_h, m_h, p_row, select, end_h, end_y, p_bank, bank_stride
+                b_y, select = run_entries(
+                    b_y,
+                    select,
+                    o_h,
+                    m_h,
+                    t,
+                    p_row,
+                    end_h,
+                    end_y,
+                    p_select,
+                    p_bank,
+                    bank_stride,
+                    work,
+                    score_stride,
+                    capture_stride,
+                    FAMILIES,
+                    OPCODES,
                 )
+                if _FAMILY_GATE & FAMILIES:
+                    if select != before:
+                        tl.store(p_select + t, select)
             p_y = p_normed + t.to(tl.int64) * H + o_h
             tl.store(p_y, b_y.to(p_normed.dtype.element_ty), mask=m_h)

@@ -10,7 +10,11 @@ from eyesplice.ops.layout import (
     MAX_CLAUSES,
     RANGE_START_FROM_PROMPT_END,
     RANGE_STOP_FROM_PROMPT_END,
+    SLOT_WORDS,
     ClauseKind,
+    LogHead,
+    PerRequest,
+    Slot,
 )
 
 _CLAUSE_WORDS = tl.constexpr(CLAUSE_WORDS)
@@ -26,14 +30,71 @@ _RANGE = tl.constexpr(int(ClauseKind.RANGE))
 _AND = tl.constexpr(int(ClauseKind.AND))
 _OR = tl.constexpr(int(ClauseKind.OR))
 _NOR = tl.constexpr(int(ClauseKind.NOR))
+_TOKEN_LIST = tl.constexpr(int(ClauseKind.TOKEN_LIST))
+_TOKEN_SET = tl.constexpr(int(ClauseKind.TOKEN_SET))
+_AFTER = tl.constexpr(int(ClauseKind.AFTER))
+
+_ROW = tl.constexpr(int(PerRequest.ROW))
+_PROMPT_LEN = tl.constexpr(int(PerRequest.PROMPT_LEN))
+_SLOT = tl.constexpr(int(PerRequest.SLOT))
+_SCORES = tl.constexpr(int(PerRequest.SCORES))
+
+_SLOT_WORDS = tl.constexpr(SLOT_WORDS)
+_SLOT_FIRST_TOKEN = tl.constexpr(int(Slot.FIRST_TOKEN))
+_SLOT_FIRST_POSITION = tl.constexpr(int(Slot.FIRST_POSITION))
+_SLOT_PROMPT_LEN = tl.constexpr(int(Slot.PROMPT_LEN))
+_SLOT_SEEN = tl.constexpr(int(Slot.SEEN))
+
+_LOG_COUNT = tl.constexpr(int(LogHead.COUNT))
+_LOG_START = tl.constexpr(int(LogHead.START))
+_LOG_LIMIT = tl.constexpr(int(LogHead.LIMIT))
 
 
 @triton.jit
-def _clause_bits(p_clauses, clauses_stride, row, b_pos, prompt_len):
-    """`[BLOCK]` int32, bit j = clause j of a row at positions `b_pos`."""
+def bits_or(a, b):
+    """The combination of a reduction."""
+    return a | b
+
+
+@triton.jit
+def _by_token(kind, a, b, b_id, p_ids, p_sets, sets_stride, set_words):
+    """TOKEN_LIST and TOKEN_SET: whether each token's id is one of those named."""
+    b_true = b_id != b_id
+    if kind == _TOKEN_LIST:
+        for i in range(a, b):
+            b_true |= b_id == tl.load(p_ids + i)
+    if kind == _TOKEN_SET:
+        m_id = (b_id >= 0) & (b_id < 32 * set_words)
+        p_word = p_sets + a.to(tl.int64) * sets_stride + (b_id >> 5)
+        b_word = tl.load(p_word, mask=m_id, other=0)
+        b_true = ((b_word >> (b_id & 31)) & 1) != 0
+    return b_true
+
+
+@triton.jit
+def _clause_bits(
+    p_clauses,
+    row,
+    clauses_stride,
+    b_pos,
+    b_id,
+    m_t,
+    b_seen,
+    prompt_len,
+    p_ids,
+    ids_stride,
+    p_sets,
+    sets_stride,
+    set_words,
+):
+    """`[BLOCK]` int32, bit j = clause j of a row, 0 outside `m_t`.
+
+    `b_seen` holds in any of its words the bits of the tokens before this block.
+    """
     p_clauses += row.to(tl.int64) * clauses_stride
+    p_ids += row.to(tl.int64) * ids_stride
     n = prompt_len.to(tl.int64)
-    b_bits = tl.zeros_like(b_pos).to(tl.int32)
+    b_bits = tl.zeros_like(b_id)
     for j in range(_MAX_CLAUSES):
         p_clause = p_clauses + j * _CLAUSE_WORDS
         kind = tl.load(p_clause)
@@ -43,7 +104,7 @@ def _clause_bits(p_clauses, clauses_stride, row, b_pos, prompt_len):
         # int64: an open range ends at INT32_MAX, which may count from the prompt's end.
         start = a.to(tl.int64) + tl.where((flags & _START_FROM_END) != 0, n, 0)
         stop = b.to(tl.int64) + tl.where((flags & _STOP_FROM_END) != 0, n, 0)
-        b_true = (tl.zeros_like(b_bits) == 0) & (kind == _ALL)
+        b_true = m_t & (kind == _ALL)
         b_true |= (b_pos < n) & (kind == _PROMPT)
         b_true |= (b_pos >= n) & (kind == _GENERATED)
         b_true |= (b_pos == n - 1) & (kind == _LAST)
@@ -51,28 +112,64 @@ def _clause_bits(p_clauses, clauses_stride, row, b_pos, prompt_len):
         b_true |= ((b_bits & a) == a) & (kind == _AND)
         b_true |= ((b_bits & a) != 0) & (kind == _OR)
         b_true |= ((b_bits & a) == 0) & (kind == _NOR)
-        b_bits |= b_true.to(tl.int32) << j
+        if (kind == _TOKEN_LIST) | (kind == _TOKEN_SET):
+            b_true = _by_token(kind, a, b, b_id, p_ids, p_sets, sets_stride, set_words)
+        if kind == _AFTER:
+            seen = tl.max(((b_seen & a) != 0).to(tl.int32), axis=0)
+            b_hit = ((b_bits & a) != 0).to(tl.int32)
+            b_true = (seen + tl.cumsum(b_hit, axis=0) - b_hit) > 0
+        b_bits |= (b_true & m_t).to(tl.int32) << j
     return b_bits
 
 
-@triton.jit(do_not_specialize=["num_requests", "extent"])
+@triton.jit
+def _begin_request(p_slots, p_positions, first, slot, prompt_len):
+    """Where the request's step begins."""
+    p_slot = p_slots + slot * _SLOT_WORDS
+    position = tl.load(p_positions + first).to(tl.int32)
+    tl.store(p_slot + _SLOT_FIRST_TOKEN, first)
+    tl.store(p_slot + _SLOT_FIRST_POSITION, position)
+    tl.store(p_slot + _SLOT_PROMPT_LEN, prompt_len)
+
+
+@triton.jit
+def _begin_log(p_log, start, limit):
+    """The head of this step's captures."""
+    tl.store(p_log + _LOG_COUNT, 0)
+    tl.store(p_log + _LOG_START, start)
+    tl.store(p_log + _LOG_LIMIT, limit)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "extent", "capture_start", "capture_limit"]
+)
 def route_kernel(
     p_row_of_token,
     p_select,
-    p_request_row,
-    p_prompt_len,
+    work,
+    p_per_request,
     p_query_start_loc,
     p_positions,
+    p_token_ids_of_step,
     p_clauses,
+    p_token_ids,
+    p_token_sets,
     num_requests,
     extent,
+    capture_start,
+    capture_limit,
+    per_request_stride,
     clauses_stride,
+    token_ids_stride,
+    sets_stride,
+    set_words,
+    score_stride,
     BLOCK: tl.constexpr,
 ):
-    """row_of_token[t] = request_row[i], select[t] = its clauses, for tokens t of i.
+    """row_of_token[t] = row of request i, select[t] = its clauses, for tokens t of i.
 
     Instance i < num_requests does request i; the last one makes tokens idle from the
-    last request's end up to `extent`.
+    last request's end up to `extent`, and begins the captures.
     """
     i = tl.program_id(0)
     o_t = tl.arange(0, BLOCK)
@@ -80,19 +177,56 @@ def route_kernel(
     last = extent
     row = 0
     prompt_len = 0
+    slot = 0
+    num_scores = 0
+    seen = 0
     if i < num_requests:
         first = tl.load(p_query_start_loc + i)
         last = tl.load(p_query_start_loc + i + 1)
-        row = tl.load(p_request_row + i)
-        prompt_len = tl.load(p_prompt_len + i)
-    elif num_requests > 0:
-        first = tl.load(p_query_start_loc + num_requests)
+        p_request = p_per_request + i
+        row = tl.load(p_request + _ROW * per_request_stride)
+        prompt_len = tl.load(p_request + _PROMPT_LEN * per_request_stride)
+        slot = tl.load(p_request + _SLOT * per_request_stride)
+        num_scores = tl.load(p_request + _SCORES * per_request_stride)
+    else:
+        _begin_log(work.capture_log, capture_start, capture_limit)
+        if num_requests > 0:
+            first = tl.load(p_query_start_loc + num_requests)
+    begins = (slot != 0) & (first < last)
+    if begins:
+        _begin_request(work.slots, p_positions, first, slot, prompt_len)
+        seen = tl.load(work.slots + slot * _SLOT_WORDS + _SLOT_SEEN)
+    b_seen = tl.zeros([BLOCK], dtype=tl.int32) + seen
     for start in range(first, last, BLOCK):
         b_t = start + o_t
         m_t = b_t < last
         b_bits = tl.zeros([BLOCK], dtype=tl.int32)
         if row != 0:
             b_pos = tl.load(p_positions + b_t, mask=m_t, other=0).to(tl.int64)
-            b_bits = _clause_bits(p_clauses, clauses_stride, row, b_pos, prompt_len)
+            b_id = tl.load(p_token_ids_of_step + b_t, mask=m_t, other=-1).to(tl.int32)
+            b_bits = _clause_bits(
+                p_clauses,
+                row,
+                clauses_stride,
+                b_pos,
+                b_id,
+                m_t,
+                b_seen,
+                prompt_len,
+                p_token_ids,
+                token_ids_stride,
+                p_token_sets,
+                sets_stride,
+                set_words,
+            )
+            b_seen |= b_bits
         tl.store(p_row_of_token + b_t, tl.zeros_like(b_bits) + row, mask=m_t)
         tl.store(p_select + b_t, b_bits, mask=m_t)
+        tl.store(work.slot_of_token + b_t, tl.zeros_like(b_bits) + slot, mask=m_t)
+        p_score = work.score + b_t.to(tl.int64) * score_stride
+        for k in range(num_scores):
+            b_none = tl.full([BLOCK], float("nan"), dtype=tl.float32)
+            tl.store(p_score + k, b_none, mask=m_t)
+    if begins & (row != 0):
+        seen = tl.reduce(b_seen, 0, bits_or)
+        tl.store(work.slots + slot * _SLOT_WORDS + _SLOT_SEEN, seen)

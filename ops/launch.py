@@ -11,13 +11,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from eyesplice.ops.families import opcodes_of
 from eyesplice.ops.kernel_boundary import boundary_kernel
+from eyesplice.ops.kernel_collect import collect_kernel
 from eyesplice.ops.kernel_inline import inline_kernel
 from eyesplice.ops.kernel_route import route_kernel
 from eyesplice.ops.layout import WORDS
+from eyesplice.ops.work import Work
 
 ROUTE_BLOCK: Final = 1024
 """Tokens that an instance of the route kernel fills at once."""
+
+COLLECT_BLOCK: Final = 256
+"""Tokens that an instance of the collect kernel reduces at once."""
 
 LARGE_BATCH: Final = 512
 """Tokens from which rows in flight matter more than the wait of one row."""
@@ -70,6 +76,8 @@ def boundary_(
     select: Tensor,
     program: Tensor,
     bank: Tensor,
+    work: list[Tensor],
+    families: int,
     pending: Tensor | None = None,
     defer: bool = False,
     *,
@@ -80,7 +88,8 @@ def boundary_(
 
     Args:
         stream, branch, pending: rows may be apart, elements of a row may not.
-        weight, weight_offset, eps, row_of_token, select, program, bank: as there.
+        weight, weight_offset, eps: as there.
+        row_of_token, select, program, bank, work, families: as there.
         round_before_weight: round the normed value to the weight's dtype before the
             product, as eager torch does. Inductor leaves that rounding out.
         launch: launch parameters; chosen from the shape if None.
@@ -95,6 +104,7 @@ def boundary_(
             _check_rows(name, tensor)
     _check_rows("weight", weight)
     _check_tables(num_tokens, hidden_size, row_of_token, select, program, bank)
+    state = _work(hidden_size, work)
     normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return normed
@@ -109,6 +119,7 @@ def boundary_(
         select,
         program,
         bank,
+        state,
         weight_offset,
         eps,
         num_tokens,
@@ -117,6 +128,8 @@ def boundary_(
         0 if pending is None else pending.stride(0),
         program.stride(0),
         bank.stride(0),
+        state.score.stride(0),
+        state.capture.stride(0),
         H=hidden_size,
         BLOCK=_block(hidden_size),
         TOKENS=launch.tokens,
@@ -124,6 +137,8 @@ def boundary_(
         HAS_PENDING=pending is not None,
         DEFER=defer,
         ROUND_BEFORE_WEIGHT=round_before_weight,
+        FAMILIES=int(families),
+        OPCODES=opcodes_of(families),
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )
@@ -137,6 +152,8 @@ def inline_(
     select: Tensor,
     program: Tensor,
     bank: Tensor,
+    work: list[Tensor],
+    families: int,
 ) -> None:
     """`reference.inline_` in one launch.
 
@@ -146,6 +163,7 @@ def inline_(
     num_tokens, width = value.shape
     _check_rows("value", value)
     _check_tables(num_tokens, width, row_of_token, select, program, bank)
+    state = _work(width, work)
     if num_tokens == 0:
         return
     inline_kernel[(num_tokens,)](
@@ -154,12 +172,17 @@ def inline_(
         select,
         program,
         bank,
+        state,
         value.stride(0),
         program.stride(0),
         bank.stride(0),
+        state.score.stride(0),
+        state.capture.stride(0),
         W=width,
         BLOCK=_block(width),
         STAGE=int(stage),
+        FAMILIES=int(families),
+        OPCODES=opcodes_of(families),
         num_warps=choose_launch(width, num_tokens, row_of_token.numel()).warps,
     )
 
@@ -167,13 +190,18 @@ def inline_(
 def route_(
     row_of_token: Tensor,
     select: Tensor,
-    request_row: Tensor,
-    prompt_len: Tensor,
+    work: list[Tensor],
+    per_request: Tensor,
     query_start_loc: Tensor,
     positions: Tensor,
+    token_ids_of_step: Tensor,
     clauses: Tensor,
+    token_ids: Tensor,
+    token_sets: Tensor,
     num_requests: int,
     extent: int,
+    capture_start: int,
+    capture_limit: int,
 ) -> None:
     """`reference.route_` in one launch.
 
@@ -181,28 +209,76 @@ def route_(
         ValueError: a layout that the kernel cannot read.
     """
     maps = {"row_of_token": row_of_token, "select": select}
-    lists = {"request_row": request_row, "prompt_len": prompt_len}
-    more = {"query_start_loc": query_start_loc, "positions": positions}
-    for name, tensor in (maps | lists | more).items():
+    lists = {"per_request": per_request, "query_start_loc": query_start_loc}
+    more = {"positions": positions, "token_ids_of_step": token_ids_of_step}
+    sets = {"token_ids": token_ids, "token_sets": token_sets}
+    for name, tensor in (maps | lists | more | sets).items():
         _check_rows(name, tensor)
     if not clauses[0].is_contiguous():
         raise ValueError(f"clauses of a row must be contiguous: {clauses.stride()}")
-    if extent > min(row_of_token.numel(), select.numel()):
-        raise ValueError(
-            f"extent {extent} is more than the {row_of_token.numel()} maps"
-        )
+    state = _work(0, work)
+    room = min(t.numel() for t in (row_of_token, select, state.slot_of_token))
+    if extent > room:
+        raise ValueError(f"extent {extent} is more than the {room} maps")
     route_kernel[(num_requests + 1,)](
         row_of_token,
         select,
-        request_row,
-        prompt_len,
+        state,
+        per_request,
         query_start_loc,
         positions,
+        token_ids_of_step,
         clauses,
+        token_ids,
+        token_sets,
         num_requests,
         extent,
+        capture_start,
+        capture_limit,
+        per_request.stride(0),
         clauses.stride(0),
+        token_ids.stride(0),
+        token_sets.stride(0),
+        token_sets.shape[1],
+        state.score.stride(0),
         BLOCK=ROUTE_BLOCK,
+        num_warps=4,
+    )
+
+
+def collect_(
+    work: list[Tensor],
+    select: Tensor,
+    reads: Tensor,
+    per_request: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    num_requests: int,
+) -> None:
+    """`reference.collect_` in one launch.
+
+    Raises:
+        ValueError: a layout that the kernel cannot read.
+    """
+    maps = {"select": select, "reads": reads, "per_request": per_request}
+    lists = {"query_start_loc": query_start_loc, "positions": positions}
+    for name, tensor in (maps | lists).items():
+        _check_rows(name, tensor)
+    state = _work(0, work)
+    if num_requests == 0:
+        return
+    collect_kernel[(num_requests,)](
+        state,
+        select,
+        reads,
+        per_request,
+        query_start_loc,
+        positions,
+        reads.stride(0),
+        per_request.stride(0),
+        state.score.stride(0),
+        MAX_SCORES=state.score.shape[1],
+        BLOCK=COLLECT_BLOCK,
         num_warps=4,
     )
 
@@ -216,6 +292,19 @@ def _block(width: int) -> int:
 def _check_rows(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}: rows must be contiguous, strides {tensor.stride()}")
+
+
+def _work(width: int, tensors: list[Tensor]) -> Work:
+    """The work tensors by name, for values of `width` elements."""
+    work = Work(*tensors)
+    for name, tensor in work._asdict().items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, strides {tensor.stride()}")
+    if work.capture.shape[1] < width:
+        raise ValueError(
+            f"capture rows of {work.capture.shape[1]} are less than {width} wide"
+        )
+    return work
 
 
 def _check_tables(

@@ -50,58 +50,9 @@ DEMO_TOKENS: Final = 48
 DEMO_PROMPT: Final = "Describe the weather today."
 COMMON_RANK: Final = 8
 
-POSITIVE: Final = (
-    "I love this so much",
-    "What a wonderful day",
-    "This is the best meal I have ever had",
-    "She was delighted with the gift",
-    "The film was brilliant and moving",
-    "I am so happy to see you",
-    "Everything went perfectly",
-    "The staff were kind and helpful",
-    "It was a beautiful morning",
-    "He is proud of his great success",
-    "The garden looks gorgeous",
-    "We had an amazing holiday",
-    "The music was lovely",
-    "I feel grateful and full of joy",
-    "Their service is excellent",
-    "The children laughed with delight",
-    "This book is a pleasure to read",
-    "You did a fantastic job",
-    "The news made everyone cheerful",
-    "It tastes delicious",
-    "The team celebrated a great victory",
-    "My friend is generous and warm",
-    "The view is magnificent",
-    "I am hopeful about the future",
-)
-NEGATIVE: Final = (
-    "I hate this so much",
-    "What a terrible day",
-    "This is the worst meal I have ever had",
-    "She was disgusted with the gift",
-    "The film was boring and stupid",
-    "I am so sad to lose you",
-    "Everything went horribly wrong",
-    "The staff were rude and useless",
-    "It was a dreadful morning",
-    "He is ashamed of his awful failure",
-    "The garden looks ugly",
-    "We had a miserable holiday",
-    "The music was annoying",
-    "I feel bitter and full of pain",
-    "Their service is horrible",
-    "The children cried with fear",
-    "This book is a chore to read",
-    "You did a lousy job",
-    "The news made everyone angry",
-    "It tastes disgusting",
-    "The team suffered a crushing defeat",
-    "My enemy is cruel and cold",
-    "The view is depressing",
-    "I am hopeless about the future",
-)
+_PHRASES: Final = json.loads((ASSETS / "phrases.json").read_text())
+POSITIVE: Final[tuple[str, ...]] = tuple(_PHRASES["positive"])
+NEGATIVE: Final[tuple[str, ...]] = tuple(_PHRASES["negative"])
 NEUTRAL: Final = (
     "The train arrived at the station and",
     "Yesterday I went to the market and",

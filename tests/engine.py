@@ -65,6 +65,7 @@ class Answer:
             position `first + i`.
         first: 0, or the prompt's last position when its logprobs were not asked for.
         cached: prompt tokens that came from the prefix cache.
+        eyesplice: the answer of the functions, None for a plain request.
     """
 
     prompt: tuple[int, ...]
@@ -72,6 +73,7 @@ class Answer:
     logprobs: Tensor
     first: int
     cached: int
+    eyesplice: Any = None
 
 
 class Engine:
@@ -214,6 +216,7 @@ def _answer(output: Any) -> Answer:
         torch.cat(parts),
         0 if asked else len(prompt) - 1,
         output.num_cached_tokens or 0,
+        getattr(output, "eyesplice", None),
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,8 +19,18 @@ _OPTION: Final = "--additional-config"
 def serve_command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder or name.")],
+    app: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder or file of an app. May be given several times."),
+    ] = None,
     vectors: Annotated[
         Path | None, typer.Option(help="Folder of steering vectors.")
+    ] = None,
+    default: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An app for requests that name none. May be given several times."
+        ),
     ] = None,
 ) -> None:
     """Serve a model with vLLM's OpenAI server, eyesplice switched on.
@@ -28,26 +39,46 @@ def serve_command(
     --additional-config, whose "eyesplice" object may hold further keys.
     """
     require_engine()
-    command = server_command(model, vectors, list(context.args))
+    own = own_part(tuple(app or ()), vectors, tuple(default or ()))
+    command = server_command(model, own, list(context.args))
     os.execv(command[0], command)
 
 
-def server_command(model: str, vectors: Path | None, options: list[str]) -> list[str]:
+def own_part(
+    apps: Sequence[Path], vectors: Path | None, default: Sequence[str]
+) -> dict[str, Any]:
+    """The configuration that the command's own options make."""
+    own: dict[str, Any] = {}
+    if apps:
+        own["apps"] = [str(path.absolute()) for path in apps]
+    if vectors is not None:
+        own["vectors"] = str(vectors.absolute())
+    if default:
+        own["default"] = list(default)
+    return own
+
+
+def server_command(model: str, own: dict[str, Any], options: list[str]) -> list[str]:
     """The server's command line: `options` with eyesplice's part of the configuration.
+
+    Args:
+        model: a model folder or name.
+        own: keys of the configuration, which replace those of --additional-config.
+        options: of vLLM's server.
 
     Raises:
         SpecError: an `--additional-config` that is not a JSON object.
     """
     additional, rest = _take_additional(options)
-    ours = additional.setdefault("eyesplice", {})
-    if vectors is not None:
-        if not isinstance(ours, dict):
+    given = additional.setdefault("eyesplice", {})
+    if own:
+        if not isinstance(given, dict):
             raise SpecError(
-                _OPTION, ours, 'an object under "eyesplice"', "write {} there"
+                _OPTION, given, 'an object under "eyesplice"', "write {} there"
             )
-        ours["vectors"] = str(vectors.absolute())
-    given = [_OPTION, json.dumps(additional)]
-    return [sys.executable, "-m", _SERVER, "--model", model, *given, *rest]
+        given.update(own)
+    option = [_OPTION, json.dumps(additional)]
+    return [sys.executable, "-m", _SERVER, "--model", model, *option, *rest]
 
 
 def _take_additional(options: list[str]) -> tuple[dict[str, Any], list[str]]:

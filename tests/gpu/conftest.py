@@ -77,7 +77,8 @@ class Engines:
 
     def _start(self, kind: str) -> EngineProcess:
         spliced = kind != "vanilla"
-        switch = {"eyesplice": {"vectors": str(self._vectors)}} if spliced else {}
+        config = {"vectors": str(self._vectors), "ops": "all"}
+        switch = {"eyesplice": config} if spliced else {}
         return EngineProcess(
             f"{self.runner}-{kind}",
             self._out / f"engine-{self.runner}-{kind}.log",

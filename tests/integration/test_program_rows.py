@@ -8,8 +8,9 @@ import torch
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.program import Clause, Entry, Program, pack, pack_clauses
 from eyesplice.fx_passes.sites import Site, Table
-from eyesplice.integration.buffers import Buffers
+from eyesplice.integration.buffers import Buffers, BufferSizes
 from eyesplice.integration.programs import ProgramRows
+from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.ops.layout import ClauseKind, Opcode, Stage
 
@@ -23,14 +24,11 @@ def buffers() -> Buffers:
         num_layers=LAYERS,
         wanted=frozenset(Site(layer, "residual.mid") for layer in range(LAYERS)),
     )
+    sizes = BufferSizes(
+        tokens=8, requests=ROOM, entries=ENTRIES, bank_rows=4, width=8, capture_rows=4
+    )
     return Buffers.allocate(
-        plan,
-        max_tokens=8,
-        max_requests=ROOM,
-        max_entries=ENTRIES,
-        bank_shape=(4, 8),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        plan, sizes, dtype=torch.float32, device=torch.device("cpu")
     )
 
 
@@ -92,11 +90,13 @@ class Step:
     """One step of a batch of one-token requests through the router."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self.buffers, self.router = buffers, Router(buffers)
+        self.buffers, self.router = buffers, Router(buffers, Results(buffers, {}))
 
     def rows(self, *ids: str) -> list[int]:
         starts = torch.arange(len(ids) + 1, dtype=torch.int32)
-        self.router.step(ids, starts, torch.zeros(len(ids)).long(), len(ids))
+        zeros = torch.zeros(len(ids)).long()
+        lengths = [1] * len(ids)
+        self.router.step(ids, starts, zeros, zeros, len(ids), lambda: lengths)
         return self.buffers.row_of_token.tolist()[: len(ids)]
 
 

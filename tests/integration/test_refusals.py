@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[object, tuple[str, ...]]] = {
     ),
     "a wrong key": (
         asking({**FINE, "scal": 1.0}),
-        ("writes[0].scal", " 1.0", "keys write, vector", "write scale"),
+        ("writes[0].scal", " 1.0", "keys write, name", "write scale"),
     ),
     "a scale that is not a number": (
         asking(write("v0", [1], scale=float("nan"))),
@@ -79,9 +79,9 @@ REFUSED: dict[str, tuple[object, tuple[str, ...]]] = {
         asking(*[FINE] * 257),
         ("writes", "characters", "at most 256", "correct writes"),
     ),
-    "an app, in a version without apps": (
+    "an app, where none is deployed": (
         "guarded",
-        ("eyesplice", "'guarded'", "an object", "send an object"),
+        ("eyesplice", "'guarded'", "none are deployed", "name a deployed app"),
     ),
 }
 

@@ -188,7 +188,7 @@ def _tensor(tensor: torch.Tensor) -> Callable[[Path], None]:
 
 BAD_FILES: dict[str, Callable[[Path], None]] = {
     "too wide": _tensor(torch.ones(2 * HIDDEN_SIZE)),
-    "three dimensions": _tensor(torch.ones(2, 2, HIDDEN_SIZE)),
+    "four dimensions": _tensor(torch.ones(2, 2, 1, HIDDEN_SIZE)),
     "empty": _tensor(torch.ones(0, HIDDEN_SIZE)),
     "integers": _tensor(torch.ones(HIDDEN_SIZE, dtype=torch.int64)),
     "NaN": _tensor(torch.full((HIDDEN_SIZE,), torch.nan)),
@@ -206,16 +206,14 @@ def test_a_vector_file_that_cannot_be_used_is_refused_by_name(
     kind: str, models, tmp_path
 ):
     BAD_FILES[kind](tmp_path)
-    config = _config(models["llama"], {"vectors": str(tmp_path)})
     with pytest.raises(SpecError, match=r"\bbad\b"):
-        Deployment.of(config)
+        _config(models["llama"], {"vectors": str(tmp_path)})
     assert not (tmp_path / "ran").exists(), "code in a vector file has run"
 
 
 def test_a_bank_too_small_for_the_vectors_is_refused(models, vectors):
-    config = _config(models["llama"], {"vectors": str(vectors.folder), "bank_rows": 4})
     with pytest.raises(SpecError, match="raise bank_rows"):
-        Deployment.of(config)
+        _config(models["llama"], {"vectors": str(vectors.folder), "bank_rows": 4})
 
 
 def test_a_bad_vector_stops_the_start(models, tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from eyesplice.ops import reference
 from eyesplice.ops.inputs import Case
-from eyesplice.ops.layout import Function, Opcode, Stage
+from eyesplice.ops.layout import PRESERVE_NORM, Function, Opcode, Stage
 from eyesplice.ops.tolerances import INTERPRETED, ROUNDING, error_bound
 
 FREE = 1e30
@@ -55,28 +55,75 @@ def run(value: Value, case: Case, stage: Stage) -> Value:
         for entry in program:
             at = (rows == row) & ((select & entry.clause_mask) != 0)
             if entry.stage == stage and entry.opcode != Opcode.NONE:
-                change = _change(Value(exact[at], size[at]), entry, case.bank)
-                exact[at] += change.exact
-                size[at] += change.size
+                after = write(Value(exact[at], size[at]), entry, case.bank)
+                exact[at], size[at] = after
     return Value(exact, size)
+
+
+def write(h: Value, entry, bank) -> Value:
+    """One entry that writes, on rows of h."""
+    if entry.opcode == Opcode.ROUTER:
+        after = _router(h, entry, bank)
+    else:
+        change = _change(h, entry, bank)
+        after = Value(h.exact + change.exact, h.size + change.size)
+    if not entry.flags & PRESERVE_NORM:
+        return after
+    lengths = [value.exact.norm(dim=-1, keepdim=True) for value in (h, after)]
+    spread = sum(
+        (value.size * value.exact.abs()).sum(dim=-1, keepdim=True) / length.square()
+        for value, length in zip((h, after), lengths, strict=True)
+    )
+    ratio = lengths[0] / lengths[1]
+    return Value(
+        after.exact * ratio, (after.size + after.exact.abs() * (1 + spread)) * ratio
+    )
 
 
 def _change(h: Value, entry, bank) -> Value:
     width = h.exact.shape[1]
     u = bank[entry.u, :width].double()
-    if entry.opcode == Opcode.ADD:
-        return Value(entry.gain * u, abs(entry.gain) * u.abs())
-    v = bank[entry.v, :width].double()
-    p = entry.in_scale * (h.exact @ v) + entry.bias
-    spread = abs(entry.in_scale) * (h.size @ v.abs()) + abs(entry.bias)
-    if entry.function == Function.STEP:
+    gain = abs(entry.gain)
+    match entry.opcode:
+        case Opcode.ADD:
+            return Value((entry.gain * u).expand_as(h.exact), gain * u.abs())
+        case Opcode.REPLACE:
+            return Value(entry.gain * (u - h.exact), gain * (u.abs() + h.size))
+        case Opcode.MASK:
+            return Value(entry.gain * h.exact * u, gain * h.size * u.abs())
+    exact, size = torch.zeros_like(h.exact), torch.zeros_like(h.exact)
+    for r in range(entry.rank if entry.opcode == Opcode.AFFINE else 1):
+        bias = entry.bias
+        if entry.opcode == Opcode.AFFINE:
+            bias = float(bank[entry.bias_row, r]) if entry.bias_row else 0.0
+        u = bank[entry.u + r, :width].double()
+        f, spread = _projection(h, entry, bank[entry.v + r, :width].double(), bias)
+        exact += entry.gain * torch.outer(f, u)
+        size += gain * torch.outer(f.abs() + spread, u.abs())
+    return Value(exact, size)
+
+
+def _projection(h: Value, entry, v, bias):
+    """(f, size of what f was computed from)."""
+    p = entry.in_scale * (h.exact @ v) + bias
+    spread = abs(entry.in_scale) * (h.size @ v.abs()) + abs(bias)
+    jump = {Function.STEP: 0.0, Function.TOWARD_VALUE: entry.hi}.get(entry.function)
+    if jump is not None:
         # A step has no slope: this close to it either side is right.
-        spread = torch.where(p.abs() < 1e-5 * spread, FREE, 0.0)
-    f = _function(entry.function, p, entry.lo, entry.hi)
-    return Value(
-        entry.gain * torch.outer(f, u),
-        abs(entry.gain) * torch.outer(f.abs() + spread, u.abs()),
-    )
+        near = (p - jump).abs() < 1e-5 * (spread + abs(jump))
+        spread = torch.where(near, FREE, spread)
+    return _function(entry.function, p, entry.lo, entry.hi), spread
+
+
+def _router(h: Value, entry, bank) -> Value:
+    z = h.exact - h.exact.amax(dim=-1, keepdim=True)
+    s = z - z.exp().sum(dim=-1, keepdim=True).log()
+    u = bank[entry.u, : s.shape[1]].double()
+    high = s.amax(dim=-1, keepdim=True) + entry.gain
+    low = s.amin(dim=-1, keepdim=True) - entry.gain
+    exact = torch.where(u > 0, high, torch.where(u < 0, low, s))
+    largest = h.size.amax(dim=-1, keepdim=True)
+    return Value(exact, 3 * largest + s.abs() + abs(entry.gain) + torch.zeros_like(s))
 
 
 def _function(function, p, lo, hi):
@@ -88,6 +135,7 @@ def _function(function, p, lo, hi):
         Function.STEP: (p >= 0).double(),
         Function.CLIP: clipped,
         Function.TOWARD_CLIP: clipped - p,
+        Function.TOWARD_VALUE: torch.where(p > hi, lo - p, lo),
     }[function]
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eyesplice.ops import launch, reference
-from eyesplice.ops.inputs import Entry, guarded, pack_programs
-from eyesplice.ops.layout import Opcode, Stage
+from eyesplice.ops.inputs import Entry, guarded, pack_programs, poisoned_work
+from eyesplice.ops.layout import ALL_FAMILIES, Opcode, Stage
 
 IMPLEMENTATIONS = {"kernel": launch.boundary_, "reference": reference.boundary_}
 HIDDEN, TOKENS, EPS = 100, 63, 1e-5
@@ -37,10 +37,12 @@ class Pair:
         self.bank = normal(3, HIDDEN)
         self.rows = (torch.arange(TOKENS) % 5).to(torch.int32).to(device)
         self.select = torch.full((TOKENS,), -1, dtype=torch.int32, device=device)
+        self.work = list(poisoned_work(TOKENS, 5, HIDDEN, dtype, device))
         self.programs = [pack_programs(p, 2).to(device) for p in (FIRST, SECOND)]
 
     def tables(self, which):
-        return self.rows, self.select, self.programs[which], self.bank
+        maps = self.rows, self.select
+        return *maps, self.programs[which], self.bank, self.work, ALL_FAMILIES
 
     def expected(self):
         """(y of the first, h and y of the second) in float64."""

@@ -1,17 +1,25 @@
+"""The maps of a step against plain integers, and what a step begins with."""
+
 import pytest
 import torch
 
-from eyesplice.ops import launch
-from eyesplice.ops.inputs import POISON, guarded
+from eyesplice.ops import launch, reference
+from eyesplice.ops.inputs import POISON, guarded, poisoned
 from eyesplice.ops.layout import (
     CLAUSE_WORDS,
     INT32_MAX,
     MAX_CLAUSES,
+    MAX_TOKEN_IDS,
     RANGE_START_FROM_PROMPT_END,
     RANGE_STOP_FROM_PROMPT_END,
     ClauseKind,
+    LogHead,
+    Slot,
 )
+from eyesplice.ops.work import empty_work
+from tests.kernels.world import Plan, Request, World
 
+IMPLEMENTATIONS = {"kernel": launch, "reference": reference}
 START, STOP = RANGE_START_FROM_PROMPT_END, RANGE_STOP_FROM_PROMPT_END
 
 CLAUSES = [
@@ -65,27 +73,52 @@ def int32(values, device, spare=3):
     return torch.tensor([*values, *[POISON] * spare], dtype=torch.int32, device=device)
 
 
-def route(device, requests, extent, programs, max_tokens=None):
+def route(device, requests, extent, programs, max_tokens=None, ops=launch):
     """Maps after one step; requests are (row, prompt_len, first position, tokens)."""
     starts, positions = [0], []
     for _, _, first, count in requests:
         starts.append(starts[-1] + count)
         positions += range(first, first + count)
-    filled = torch.full((max_tokens or extent,), POISON, dtype=torch.int32)
+    size = max_tokens or extent
+    filled = torch.full((size,), POISON, dtype=torch.int32)
     rows, select = guarded(filled.to(device)), guarded(filled.to(device))
-    launch.route_(
+    work = empty_work(size, 7, 2, 1, 8, torch.float32, device)
+    slots = guarded(filled.to(device))
+    fields = [
+        [request[0] for request in requests],
+        [request[1] for request in requests],
+        [(i + 1) * (request[0] != 0) for i, request in enumerate(requests)],
+        [0] * len(requests),
+    ]
+    ops.route_(
         rows.tensor,
         select.tensor,
-        int32([request[0] for request in requests], device),
-        int32([request[1] for request in requests], device),
+        list(work._replace(slot_of_token=slots.tensor)),
+        torch.stack([int32(field, device) for field in fields]),
         int32(starts, device),
         torch.tensor([*positions, -1, -1], device=device),
+        torch.zeros(len(positions), dtype=torch.int64, device=device),
         table(programs).to(device),
+        poisoned((len(programs), MAX_TOKEN_IDS), torch.int32, device),
+        poisoned((1, 2), torch.int32, device),
         len(requests),
         extent,
+        5,
+        3,
     )
-    assert rows.intact()
-    assert select.intact()
+    assert rows.intact() and select.intact() and slots.intact()
+    assert work.capture_log[0, : len(LogHead)].tolist() == [0, 5, 3]
+    for i, (row, prompt_len, first, count) in enumerate(requests):
+        fields = work.slots[1 + i, [Slot.FIRST_TOKEN, Slot.FIRST_POSITION]].tolist()
+        assert fields == ([starts[i], first] if row and count else [0, 0])
+        assert int(work.slots[1 + i, Slot.PROMPT_LEN]) == (
+            prompt_len if row and count else 0
+        )
+        at = slice(starts[i], starts[i + 1])
+        assert (slots.tensor[at] == (1 + i if row else 0)).all()
+    assert not work.slots[0].any()
+    assert (slots.tensor[starts[-1] : extent] == 0).all()
+    assert (slots.tensor[extent:] == POISON).all()
     return rows.tensor.tolist(), select.tensor.tolist()
 
 
@@ -136,34 +169,145 @@ def test_bit_31_feeds_a_mask(device):
 
 
 def test_agrees_with_the_reference(device):
-    from eyesplice.ops import reference
-
+    """Random clauses of every kind that only looks at the token itself."""
     generator = torch.Generator().manual_seed(5)
 
     def integers(low, high, *shape):
         return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
 
     clauses = integers(-(2**31), 2**31 - 1, 5, MAX_CLAUSES, CLAUSE_WORDS)
-    clauses[..., 0] = integers(0, len(ClauseKind), 5, MAX_CLAUSES)
+    kinds = torch.tensor([k for k in ClauseKind if k != ClauseKind.AFTER]).int()
+    clauses[..., 0] = kinds[integers(0, len(kinds), 5, MAX_CLAUSES)]
     ranges = clauses[..., 0] == ClauseKind.RANGE
     clauses[..., 1:3][ranges] %= 20
+    listed = clauses[..., 0] == ClauseKind.TOKEN_LIST
+    clauses[..., 1:3][listed] %= MAX_TOKEN_IDS + 1
+    clauses[..., 1][clauses[..., 0] == ClauseKind.TOKEN_SET] %= 3
     clauses[0] = 0
     starts = torch.cat([torch.zeros(1), integers(0, 9, 12).cumsum(0)]).int()
     num_tokens = int(starts[-1])
+    per_request = torch.stack([integers(0, 5, 12), integers(1, 20, 12)] * 2)
+    per_request[2] = torch.arange(1, 13)
+    per_request[3] = integers(0, 3, 12)
+    per_request[:, per_request[0] == 0] = 0
     args = (
-        integers(0, 5, 12),
-        integers(1, 20, 12),
+        per_request,
         starts,
         integers(0, 30, num_tokens).long(),
+        integers(0, 100, num_tokens),
         clauses,
+        integers(0, 100, 5, MAX_TOKEN_IDS),
+        integers(-(2**31), 2**31 - 1, 3, 3),
     )
-    maps = torch.full((2, num_tokens + 6), POISON, dtype=torch.int32)
-    low, high = maps.clone(), maps.to(device)
-    reference.route_(*low, *args, 12, num_tokens + 3)
-    launch.route_(*high, *(arg.to(device) for arg in args), 12, num_tokens + 3)
-    assert torch.equal(high.cpu(), low)
+    results = []
+    for ops in (reference, launch):
+        maps = torch.full((2, num_tokens + 6), POISON, dtype=torch.int32)
+        work = empty_work(num_tokens + 3, 13, 2, 1, 8, torch.float32, "cpu")
+        work.score.zero_()
+        where = "cpu" if ops is reference else device
+        tensors = [tensor.to(where) for tensor in (*maps, *work)]
+        inputs = [arg.to(where) for arg in args]
+        ops.route_(*tensors[:2], tensors[2:], *inputs, 12, num_tokens + 3, 0, 0)
+        results.append([tensor.cpu() for tensor in tensors])
+    for low, high in zip(*results, strict=True):
+        assert torch.equal(low.nan_to_num(nan=-5.0), high.nan_to_num(nan=-5.0))
+    assert results[0][5].isnan().any() and (results[0][5] == 0).any()
 
 
 def test_extent_beyond_the_maps_is_refused(device):
     with pytest.raises(ValueError, match="extent 9"):
         route(device, [], 9, PROGRAMS, max_tokens=8)
+
+
+IDS = {"a": [7, 3, 31, 67, 7, 9, 96, 31, 0, 7], "b": [31, 7, 7, 128, -1, 3]}
+TOKENS = Plan(
+    [],
+    [
+        (ClauseKind.TOKEN_LIST, 0, 1, 0),
+        (ClauseKind.TOKEN_LIST, 1, 3, 0),
+        (ClauseKind.TOKEN_LIST, 2, 2, 0),
+        (ClauseKind.TOKEN_SET, 1, 0, 0),
+        (ClauseKind.AFTER, 1 << 1, 0, 0),
+        (ClauseKind.AND, 1 << 0 | 1 << 4, 0, 0),
+        (ClauseKind.AFTER, 1 << 5, 0, 0),
+        *[(ClauseKind.FALSE, 0, 0, 0)] * 23,
+        (ClauseKind.TOKEN_LIST, 0, 1, 0),
+        (ClauseKind.AFTER, 1 << 30, 0, 0),
+    ],
+    token_ids=[7, 9, 3],
+)
+
+
+def token_bits(ids):
+    """{bit: where it is set}; token set 1 of `World` holds 31 and 67."""
+
+    def after(true):
+        return [any(true[:i]) for i in range(len(true))]
+
+    bits = {
+        0: [t == 7 for t in ids],
+        1: [t in (9, 3) for t in ids],
+        2: [False] * len(ids),
+        3: [t in (31, 67) for t in ids],
+    }
+    bits[4] = after(bits[1])
+    bits[5] = [x and y for x, y in zip(bits[0], bits[4], strict=True)]
+    bits[6] = after(bits[5])
+    return bits | {30: bits[0], 31: after(bits[0])}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [[("a", 10), ("b", 6)]],
+        [[("b", 1), ("a", 4)], [("a", 6)], [("b", 5)]],
+        [[("a", 1), ("b", 1)]] * 6 + [[("a", 1)]] * 4,
+    ],
+    ids=["whole", "chunks", "one by one"],
+)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_clauses_of_token_ids(name, schedule, device):
+    requests = {
+        key: Request(torch.zeros(len(ids), 4), 4, TOKENS, ids)
+        for key, ids in IDS.items()
+    }
+    world = World(IMPLEMENTATIONS[name], device, requests, torch.zeros(2, 4))
+    for spans in schedule:
+        world.step(*spans)
+    for key, ids in IDS.items():
+        for bit, expected in token_bits(ids).items():
+            assert world.bit(key, bit) == expected, (key, bit)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_after_a_token_blocks_ago(name, device):
+    """More tokens than a block of the kernel, then another step."""
+    count = 2500
+    clauses = table([[], [(ClauseKind.FALSE, 0, 0, 0)] * MAX_CLAUSES])
+    clauses[1, 0] = torch.tensor([ClauseKind.RANGE, 1022, 1024, 0])
+    clauses[1, 1] = torch.tensor([ClauseKind.AFTER, 1, 0, 0])
+    clauses[1, 30] = torch.tensor([ClauseKind.RANGE, 2600, INT32_MAX, 0])
+    clauses[1, 31] = torch.tensor([ClauseKind.AFTER, 1 << 30, 0, 0])
+    work = empty_work(count, 2, 1, 1, 8, torch.float32, device)
+    rows, select = torch.zeros(2, count, dtype=torch.int32, device=device)
+    ids = torch.zeros(2, MAX_TOKEN_IDS, dtype=torch.int32, device=device)
+    for begin, end in ((0, count), (count, 2 * count)):
+        IMPLEMENTATIONS[name].route_(
+            rows,
+            select,
+            list(work),
+            int32([1, 9, 1, 0], device, 0)[:, None],
+            int32([0, count], device),
+            torch.arange(begin, end, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            clauses.to(device),
+            ids,
+            ids[:1],
+            1,
+            count,
+            0,
+            0,
+        )
+        position = torch.arange(begin, end, device=device)
+        assert torch.equal((select & 2) != 0, position > 1022)
+        assert torch.equal(select < 0, position > 2600)

@@ -2,7 +2,8 @@ import pytest
 
 from eyesplice import SpecError
 from eyesplice.fx_passes.sites import BOUNDARY_SUBMODULES, Site
-from eyesplice.integration.config import parse_config, requested
+from eyesplice.integration.config import FAMILIES, parse_config, requested
+from eyesplice.ops.layout import ALL_FAMILIES, Family
 
 FLAG = {"post_grad_custom_post_pass": "eyesplice.splice_pass"}
 
@@ -81,7 +82,54 @@ def test_a_malformed_file_is_refused(monkeypatch, tmp_path, text):
         requested({}, {})
 
 
-@pytest.mark.parametrize("key", ["apps", "default", "dose", "h_norms"])
+@pytest.mark.parametrize("key", ["dose", "h_norms"])
 def test_what_this_version_lacks_is_refused_not_ignored(key):
     with pytest.raises(SpecError, match="no such feature"):
         parse_config({key: ["x"]})
+
+
+def test_apps_and_defaults_are_one_or_several():
+    assert parse_config({}).app_paths == parse_config({}).default_apps == ()
+    config = parse_config({"apps": "folder", "default": "guarded"})
+    assert (config.app_paths, config.default_apps) == (("folder",), ("guarded",))
+    config = parse_config({"apps": ["a", "b"], "default": ["x", "y"]})
+    assert (config.app_paths, config.default_apps) == (("a", "b"), ("x", "y"))
+    assert parse_config(config.model_dump(exclude_defaults=True)) == config
+
+
+def test_sites_that_apps_need_are_armed_unless_the_user_named_the_sites():
+    needed = [Site(1, "attention.heads")]
+    assert set(needed) <= parse_config({}).wanted(3, 0, needed)
+    config = parse_config({"sites": ["residual.post"]})
+    assert not set(needed) & config.wanted(3, 0, needed)
+
+
+def test_op_families():
+    usual = Family.ADD | Family.RANK1 | Family.READ | Family.GATE | Family.CAPTURE
+    assert parse_config({}).families() == usual
+    assert parse_config({}).families(Family.ROUTER) == usual | Family.ROUTER
+    assert parse_config({"ops": "all"}).families() == ALL_FAMILIES
+    named = parse_config({"ops": ["mask", "preserve_norm"]})
+    assert named.families(Family.ROUTER) == Family.MASK | Family.PRESERVE_NORM
+    assert parse_config({"ops": list(FAMILIES)}).families() == ALL_FAMILIES
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"apps": 3},
+        {"apps": [1]},
+        {"default": {}},
+        {"ops": ["adds"]},
+        {"ops": "add"},
+        {"on_error": "ignore"},
+        {"allow_registration": 1},
+        {"max_scores": 0},
+        {"capture_rows": "1"},
+        {"token_sets": 5000},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_key(value):
+    with pytest.raises(SpecError, match=f"configuration key {next(iter(value))}"):
+        parse_config(value)

@@ -13,7 +13,21 @@ import eyesplice
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ops", "fx_passes", "integration")
 
-DOCUMENTED = ["SpecError", "__version__", "splice_pass"]
+DOCUMENTED = [
+    "App",
+    "SpecError",
+    "__version__",
+    "deployed",
+    "load_app",
+    "read",
+    "splice_pass",
+    "write",
+]
+
+TORCH_ALONE = (
+    "import torch; print([n for n in ('vllm', 'triton', 'transformers') "
+    "if n in sys.modules])"
+)
 
 
 def in_fresh_process(code: str) -> str:
@@ -41,6 +55,22 @@ def test_importing_the_door_loads_no_engine() -> None:
     heavy = ("vllm", "triton", "torch", "transformers")
     code = f"import eyesplice; print([m for m in {heavy} if m in sys.modules])"
     assert in_fresh_process(code) == "[]"
+
+
+def test_declaring_an_app_loads_no_engine() -> None:
+    code = (
+        "import torch, eyesplice as m; "
+        "m.App('a', [m.write('ablate', vector=torch.ones(4)).layers('all')]); "
+        "print([n for n in ('vllm', 'triton', 'transformers') if n in sys.modules])"
+    )
+    # Some builds of torch load Triton by themselves.
+    assert in_fresh_process(code) in ("[]", in_fresh_process(TORCH_ALONE))
+
+
+def test_an_unknown_name_of_the_door_is_an_attribute_error() -> None:
+    assert "load_app" in dir(eyesplice)
+    with pytest.raises(AttributeError, match="no attribute 'loadapp'"):
+        _ = eyesplice.loadapp
 
 
 def test_vllm_finds_the_pass_where_it_looks() -> None:

@@ -10,6 +10,8 @@ from eyesplice.fx_passes.request import parse_request
 from eyesplice.fx_passes.sites import Table
 from eyesplice.ops import reference
 from eyesplice.ops.layout import (
+    ALL_FAMILIES,
+    FLOAT_WORDS,
     MAX_CLAUSES,
     WORDS,
     Function,
@@ -18,6 +20,7 @@ from eyesplice.ops.layout import (
     Stage,
     Word,
 )
+from eyesplice.ops.work import empty_work
 from tests import request_world
 from tests.request_world import HEADS_WIDTH, HIDDEN, NUM_LAYERS
 
@@ -33,12 +36,23 @@ def lowered(*writes, context=CONTEXT):
 
 def run_inline(program, table, stage, value, select=-1):
     """`value` after the table's entries, every clause true unless `select` says."""
-    packed = torch.stack([pack([], 16), pack(program.tables[table], 16)])
     result = value.clone()
-    rows = torch.ones(len(value), dtype=torch.int32)
-    selected = torch.full((len(value),), select, dtype=torch.int32)
-    reference.inline_(result, stage, rows, selected, packed, VECTORS.bank())
+    reference.inline_(
+        result, stage, *op_tables(program.tables[table], len(value), select)
+    )
     return result
+
+
+def op_tables(entries, tokens, select=-1):
+    """The table arguments of an op for `tokens` tokens of one program."""
+    return (
+        torch.ones(tokens, dtype=torch.int32),
+        torch.full((tokens,), select, dtype=torch.int32),
+        torch.stack([pack([], 16), pack(entries, 16)]),
+        VECTORS.bank(),
+        list(empty_work(tokens, 2, 32, 4, HIDDEN, torch.float32, "cpu")),
+        int(ALL_FAMILIES),
+    )
 
 
 def formula(write, layer, h):
@@ -129,10 +143,7 @@ def test_a_boundary_runs_all_three_values():
         weight,
         0.0,
         1e-6,
-        torch.ones(TOKENS, dtype=torch.int32),
-        torch.full((TOKENS,), -1, dtype=torch.int32),
-        torch.stack([pack([], 16), pack(entries, 16)]),
-        VECTORS.bank(),
+        *op_tables(entries, TOKENS),
     )
     h = stream.double() + formula(writes[2], 1, branch)
     h = formula(writes[1], 1, h)
@@ -304,13 +315,13 @@ def test_pack_lays_out_header_and_words():
     packed = pack(entries, max_entries=4)
     assert packed.shape == (5, WORDS)
     assert packed.dtype == torch.int32
-    assert packed[0, list(Header)].tolist() == [1, 1, 2]
+    assert packed[0, list(Header)].tolist() == [1, 1, 2, 1, 0, 1]
     assert packed[1, : Word.GAIN].tolist() == [2, 4, 1, 2, -1]
     floats = packed.view(torch.float32)
-    assert floats[1, Word.GAIN : len(Word)].tolist() == pytest.approx(
+    assert floats[1, list(FLOAT_WORDS)].tolist() == pytest.approx(
         [-1.5, 0.5, -0.25, -FLOAT32_LIMIT, 8]
     )
     assert packed[2, : Word.GAIN].tolist() == [1, 0, 3, 0, -(2**31)]
-    assert torch.isfinite(floats[:, Word.GAIN :]).all()
+    assert torch.isfinite(floats[:, Word.GAIN : Word.HI + 1]).all()
     assert not packed[3:].any()
     assert not pack([], 4).any()

@@ -4,13 +4,16 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eyesplice.ops import reference
+from eyesplice.ops import contracts, reference
 from eyesplice.ops.inputs import Entry, pack_programs
 from eyesplice.ops.layout import (
+    ALL_FAMILIES,
     CLAUSE_WORDS,
     INT32_MAX,
     MAX_CLAUSES,
+    MAX_TOKEN_IDS,
     RANGE_START_FROM_PROMPT_END,
     RANGE_STOP_FROM_PROMPT_END,
     ClauseKind,
@@ -18,6 +21,7 @@ from eyesplice.ops.layout import (
     Opcode,
     Stage,
 )
+from eyesplice.ops.work import empty_work
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -36,7 +40,7 @@ def normal():
 
 
 def tables(entries, rows, select=None, width=HIDDEN, dtype=torch.float32):
-    """(row_of_token, select, program, bank): one program, bank rows 1 to 3."""
+    """(row_of_token, select, program, bank, work, families); bank rows 1 to 3."""
     bank = torch.zeros(4, width, dtype=dtype)
     bank[1:] = torch.linspace(-1, 1, 3 * width).view(3, width).sin()
     return (
@@ -44,6 +48,8 @@ def tables(entries, rows, select=None, width=HIDDEN, dtype=torch.float32):
         torch.tensor(select or [-1] * len(rows), dtype=torch.int32),
         pack_programs([entries], len(entries) + 1),
         bank,
+        list(empty_work(len(rows), 2, 1, 1, width, dtype, "cpu")),
+        ALL_FAMILIES,
     )
 
 
@@ -94,7 +100,7 @@ def test_only_the_stream_is_written(dtype, has_branch, normal):
     weight = normal(HIDDEN, dtype=dtype)
     entries = [Entry(Opcode.ADD, stage, 1) for stage in Stage]
     maps = tables(entries, [1, 1, 1], dtype=dtype)
-    read = [tensor for tensor in (branch, weight, *maps) if tensor is not None]
+    read = [tensor for tensor in (branch, weight, *maps[:4]) if tensor is not None]
     before = [tensor.clone() for tensor in read]
     reference.boundary_(normal(3, HIDDEN, dtype=dtype), branch, weight, 0.0, EPS, *maps)
     for tensor, copy in zip(read, before, strict=True):
@@ -108,6 +114,7 @@ FUNCTIONS = {
     Function.STEP: lambda p: float(p >= 0),
     Function.CLIP: lambda p: min(max(p, -0.4), 0.3),
     Function.TOWARD_CLIP: lambda p: min(max(p, -0.4), 0.3) - p,
+    Function.TOWARD_VALUE: lambda p: -0.4 - (p if p > 0.3 else 0.0),
 }
 
 
@@ -193,15 +200,23 @@ def route(requests, clauses, extent):
     counts = torch.tensor([0, *(request[3] for request in requests)])
     positions = [first + i for _, _, first, count in requests for i in range(count)]
     maps = torch.full((2, extent + 2), 99, dtype=torch.int32)
+    per_request = torch.zeros(4, len(requests), dtype=torch.int32)
+    for i, (row, prompt_len, _, _) in enumerate(requests):
+        per_request[:, i] = torch.tensor([row, prompt_len, i + 1, 0])
     reference.route_(
         *maps,
-        torch.tensor([request[0] for request in requests], dtype=torch.int32),
-        torch.tensor([request[1] for request in requests], dtype=torch.int32),
+        list(empty_work(extent + 2, len(requests) + 1, 1, 1, 8, torch.float32, "cpu")),
+        per_request,
         counts.cumsum(0).int(),
         torch.tensor(positions, dtype=torch.int64),
+        torch.zeros(len(positions), dtype=torch.int32),
         table,
+        torch.zeros(2, MAX_TOKEN_IDS, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
         len(requests),
         extent,
+        0,
+        0,
     )
     assert maps[:, extent:].eq(99).all()
     return maps[0, :extent].tolist(), maps[1, :extent].tolist()
@@ -264,3 +279,54 @@ def test_route_maps_requests_and_clears_the_rest():
 
 def test_route_without_requests():
     assert route([], {}, 3) == ([0, 0, 0], [0, 0, 0])
+
+
+def test_a_graph_sees_only_what_it_reads_as_written():
+    written = {
+        name: [
+            argument.name
+            for argument in getattr(contracts, name)._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for name in ("boundary_", "inline_", "route_", "collect_", "anchor")
+    }
+    assert written == {
+        "boundary_": ["stream", "branch"],
+        "inline_": ["value"],
+        "route_": ["row_of_token", "select"],
+        "collect_": [],
+        "anchor": [],
+    }
+
+
+def test_the_registered_ops_are_the_reference(normal):
+    stream, branch, weight = (normal(*shape) for shape in ((3, 24), (3, 24), (24,)))
+    maps = tables([Entry(Opcode.ADD, Stage.STREAM, 1)], [0, 1, 1])
+    copies = [(stream.clone(), branch.clone()) for _ in range(2)]
+    ops = (reference.boundary_, contracts.boundary_)
+    found = [
+        op(*copy, weight, 0.0, EPS, *maps, None, True)
+        for op, copy in zip(ops, copies, strict=True)
+    ]
+    assert torch.equal(*found)
+    for one, other in zip(*copies, strict=True):
+        assert torch.equal(one, other)
+    other = stream.clone()
+    contracts.inline_(stream, 1, *maps)
+    reference.inline_(other, 1, *maps)
+    assert torch.equal(stream, other)
+
+
+def test_fakes_give_shapes():
+    with FakeTensorMode() as mode:
+        args = [torch.empty(5, 24, dtype=torch.bfloat16) for _ in range(2)]
+        maps = [
+            [mode.from_tensor(t) for t in part] if isinstance(part, list) else part
+            for part in (
+                mode.from_tensor(part) if isinstance(part, torch.Tensor) else part
+                for part in tables([], [0] * 5)
+            )
+        ]
+        y = contracts.boundary_(*args, torch.empty(24), 0.0, EPS, *maps)
+        contracts.inline_(args[0], 0, *maps)
+    assert (y.shape, y.dtype) == ((5, 24), torch.bfloat16)

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ops", "fx_passes", "integration")
-ASSETS = (".json", ".safetensors")
+DATA = {"assets": (".json", ".safetensors"), "templates": (".yaml",)}
 ENGINE = {"fastapi", "prometheus_client", "starlette", "torch", "transformers"}
 ENGINE |= {"triton", "vllm"}
 ENTRY_POINTS = {
@@ -62,9 +62,7 @@ def files_on_disk() -> dict[str, Path]:
     }
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.suffix == ".py" or (
-                path.suffix in ASSETS and path.parent.name == "assets"
-            ):
+            if path.suffix in (".py", *DATA.get(path.parent.name, ())):
                 files[f"eyesplice/{path.relative_to(ROOT).as_posix()}"] = path
     return files
 

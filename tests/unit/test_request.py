@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from eyesplice import SpecError
 from eyesplice.fx_passes.lowering import lower
-from eyesplice.fx_passes.request import KERNELS, Request, Write, parse_request
+from eyesplice.fx_passes.request import (
+    KERNELS,
+    Request,
+    Write,
+    parse_canonical,
+    parse_request,
+)
 from eyesplice.fx_passes.sites import BOUNDARY_SUBMODULES
 from tests import request_world
 from tests.request_world import NUM_LAYERS
@@ -71,6 +77,7 @@ def test_everything_is_normalised():
     )
     for value in ({"writes": [write]}, json.dumps({"writes": [write]}, indent=1)):
         assert parse(value) == Request((expected,))
+        assert parse_canonical(parse(value).canonical(), CONTEXT) == parse(value)
 
 
 def test_an_alias_may_carry_the_layer():
@@ -96,7 +103,7 @@ def test_python_sequences_are_lists():
     ("write", "message"),
     [
         ({"vector": "pirat"}, r"writes\[0\]\.vector 'pirat' .*pirate, .*did you mean"),
-        ({"vector": "xyz"}, r"a registered vector: calm, heads, .*register it"),
+        ({"vector": "xyz"}, r"a registered vector: biases, calm, .*register it"),
         ({"vector": ""}, r"writes\[0\]\.vector '' .*1 to 256 printable"),
         ({"vector": 3}, r"writes\[0\]\.vector 3 "),
         ({"vector": "a\nb"}, r"vector 'a\\nb' .*printable"),
@@ -124,7 +131,7 @@ def test_python_sequences_are_lists():
         ({"scale": 10**5000}, r"writes\[0\]\.scale 'an integer of 16610 bits'"),
         ({"when": 1}, r"writes\[0\]\.when 1 "),
         ({"when": "promt"}, r"writes\[0\]\.when 'promt' .*did you mean prompt"),
-        ({"when": "token_in(x)"}, "not in this version"),
+        ({"when": "token_in(x)"}, r"writes\[0\]\.when .*unknown token set"),
         ({"name": "\ud800"}, "printable"),
         ({"lo": 0}, r"writes\[0\]\.lo 0\.0 .*only with the kernel clamp"),
         (
@@ -138,13 +145,23 @@ def test_python_sequences_are_lists():
             r"writes\[0\]\.lo 2\.0 .*at most hi, 1\.0",
         ),
         ({"write": "ablat"}, r"writes\[0\]\.write 'ablat' .*write ablate \(did you"),
-        ({"write": "affine"}, r"'affine' .*not available in this version"),
+        (
+            {"write": "affine"},
+            r"writes\[0\]\.vector 'pirate' .*kernels steering_vector",
+        ),
         ({"write": "my::op"}, r"'my::op' .*not available in this version"),
-        ({"gate": "truth >= 0"}, r"writes\[0\]\.gate .*not available in this version"),
-        ({"preserve_norm": True}, r"\.preserve_norm True .*not available in this ver"),
-        ({"reduce": "mean"}, r"writes\[0\]\.reduce .*not available in this version"),
-        ({"over": "prompt"}, r"writes\[0\]\.over .*not available in this version"),
-        ({"scalee": 1}, r"writes\[0\]\.scalee .*keys write, vector.*write scale"),
+        (
+            {"gate": "truth >= 0"},
+            r"(?s)writes\[0\]\.gate .*\^ unknown read: nothing is",
+        ),
+        ({"gate": 3}, r"writes\[0\]\.gate 3 .*a condition on scores"),
+        ({"preserve_norm": 1}, r"writes\[0\]\.preserve_norm 1 .*true or false"),
+        ({"reduce": "mean"}, r"unknown key writes\[0\]\.reduce"),
+        ({"function": "relu"}, r"\.function 'relu' .*kernel affine, not with steering"),
+        ({"threshold": 1}, r"\.threshold 1\.0 .*kernel feature_clamp, not with"),
+        ({"activate": [1]}, r"\.activate \[1\] .*kernel router, not with"),
+        ({"u": "up"}, r"\.u 'up' .*kernel affine, not with"),
+        ({"scalee": 1}, r"writes\[0\]\.scalee .*keys write, name.*write scale"),
         ({3: 1}, r"a key of type int"),
         ({"x" * 9999: 1}, r"unknown key writes\[0\]\.x{80} "),
     ],
@@ -175,18 +192,25 @@ def test_a_site_that_is_not_armed_is_refused(layers, message):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("guarded", r"eyesplice 'guarded' .*Apps.*not available in this version"),
-        ("", "Apps"),
-        ("OFF", "Apps"),
-        ([], r"eyesplice \[\] .*an object with the keys writes, hotwire"),
+        (
+            "guardd",
+            r"eyesplice 'guardd' .*an app \(asleep, guarded\), \"off\".*guarded \(did",
+        ),
+        ("", r"eyesplice '' .*an app \(asleep, guarded\).*name a deployed app"),
+        ("OFF", r"eyesplice 'OFF' .*an app \(asleep, guarded\)"),
+        ("asleep", r"app 'asleep' .*this one is disabled.*apps/asleep/enable"),
+        ([], r"eyesplice \[\] .*an object with the keys apps, writes, reads"),
         (5, "eyesplice 5 refused"),
         (True, "eyesplice True refused"),
         (b"{}", "a value of type bytes"),
         (torch.zeros(2), "a value of type Tensor"),
-        ({"apps": {"guarded": {}}}, r"apps .*not available in this version"),
-        ({"reads": []}, r"reads .*not available in this version"),
-        ({"stream_scores": True}, r"stream_scores .*not available in this version"),
-        ({"write": []}, r"unknown key write .*keys writes, hotwire.*write writes"),
+        ({"apps": {"other": {}}}, r"eyesplice 'other' .*an app \(asleep, guarded\)"),
+        ({"apps": {"guarded": 3}}, r"apps \{'guarded': 3\} .*objects of overrides"),
+        ({"apps": ["guarded"]}, r"apps \['guarded'\] .*an object from names of apps"),
+        ({"reads": {}}, r"reads \{\} .*a list of at most 256 read objects"),
+        ({"stream_scores": 1}, r"stream_scores 1 .*true or false"),
+        ({"functions": []}, r"unknown key functions"),
+        ({"write": []}, r"unknown key write .*keys apps, writes.*write writes"),
         ({"writes": None}, r"writes None .*a list of at most 256"),
         ({"writes": {}}, r"writes \{\} .*a list of at most 256"),
         ({"writes": [None]}, r"writes\[0\] None .*an object with the keys"),
@@ -316,6 +340,9 @@ def test_digest_covers_the_request_and_the_vectors():
     digest = request.digest(table)
     assert digest.startswith("sha256:")
     assert len(digest) == 71
+    assert parse({"writes": [], "reads": [], "stream_scores": True}).digest(
+        table
+    ) == parse({}).digest(table)
     same = parse('{"writes": [{"layers": "0-1", "vector": "calm", "scale": 1}]}')
     assert same.digest(table) == digest
     other = parse({"writes": [{"vector": "calm", "layers": [1, 0], "scale": 1.1}]})
@@ -331,8 +358,44 @@ def test_digest_covers_the_request_and_the_vectors():
         request.digest(request_world.Vectors({}))
 
 
+def test_names_of_reads_and_gated_functions_are_unique():
+    read = {"read": "norm", "name": "x", "layers": 0}
+    write = {"vector": "calm", "layers": 2, "name": "x"}
+    assert len(parse({"writes": [write, write]}).writes) == 2
+    for value in (
+        {"reads": [read, read]},
+        {"reads": [read], "writes": [write]},
+        {
+            "reads": [{**read, "name": "y"}],
+            "writes": [write, {**write, "gate": "y > 0"}],
+        },
+    ):
+        with pytest.raises(SpecError, match=r"\[[01]\]\.name 'x' .*one name for each"):
+            parse(value)
+
+
 numbers = st.floats(-3e38, 3e38)
 own_fields = {
+    "replace": st.just({}),
+    "mask": st.fixed_dictionaries({}, optional={"preserve_norm": st.booleans()}),
+    "affine": st.fixed_dictionaries(
+        {"u": st.sampled_from(["up", "ups"]), "v": st.sampled_from(["down", "downs"])},
+        optional={
+            "bias": st.sampled_from(["biases", "layer_biases"]),
+            "function": st.sampled_from(["identity", "relu", "sigmoid", "step"]),
+        },
+    ),
+    "feature_clamp": st.fixed_dictionaries(
+        {"weight": st.sampled_from(["pirate", "calm"])},
+        optional={"bias": numbers, "threshold": numbers, "value": numbers},
+    ),
+    "router": st.sampled_from(
+        [
+            {"activate": [4, 1], "deactivate": [6]},
+            {"activate": {"2": [1, 4]}, "deactivate": {"0-3": [6]}, "layers": None},
+            {"activate": [1], "epsilon": 0.5},
+        ]
+    ),
     "steering_vector": st.just({}),
     "ablate": st.just({}),
     "one_sided": st.fixed_dictionaries({}, optional={"offset": numbers}),
@@ -351,16 +414,29 @@ layers = st.one_of(
     st.lists(st.integers(-NUM_LAYERS, NUM_LAYERS - 1), min_size=1, max_size=9),
     st.sampled_from(["all", "1-2", "3", ["0-1", -1]]),
 )
+
+
+def fitting(write):
+    """The write without the common fields that its kernel has not."""
+    foreign = {"affine": ("vector",), "router": ("vector", "scale", "submodule")}
+    for field in foreign.get(write["write"], ()):
+        write.pop(field, None)
+    return write
+
+
 writes = st.sampled_from(KERNELS).flatmap(
     lambda kernel: st.builds(
-        lambda common, own: {"write": kernel, **common, **own},
+        lambda common, own: fitting({"write": kernel, **common, **own}),
         st.fixed_dictionaries(
             {"vector": st.sampled_from(["pirate", "calm"]), "layers": layers},
             optional={
                 "submodule": st.sampled_from(BOUNDARY_SUBMODULES),
                 "scale": numbers | st.integers(-9, 9),
                 "when": st.sampled_from(
-                    ["all", " prompt  and all", "positions( 1:-2 )"]
+                    [
+                        *("all", " prompt  and all", "positions( 1:-2 )"),
+                        *("token_in(newlines)", "after(token_in([1, 2]))"),
+                    ]
                 ),
                 "name": st.text(
                     st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9
@@ -373,22 +449,39 @@ writes = st.sampled_from(KERNELS).flatmap(
 
 
 @settings(deadline=None)
-@given(st.fixed_dictionaries({"writes": st.lists(writes, max_size=6)}))
+@given(
+    st.fixed_dictionaries(
+        {"writes": st.lists(writes, max_size=6)},
+        optional={
+            "apps": st.just({"guarded": {}}),
+            "reads": st.just([{"read": "norm", "layers": "0-2", "over": "prompt"}]),
+            "stream_scores": st.booleans(),
+        },
+    )
+)
 def test_canonical_text_is_a_fixed_point(value):
     request = parse(value)
     assert parse(json.dumps(value)) == request
     text = request.canonical()
-    again = parse(text)
+    again = parse_canonical(text, CONTEXT)
     assert again == request
     assert again.canonical() == text
-    assert again.digest(CONTEXT.vectors) == request.digest(CONTEXT.vectors)
+    sets = CONTEXT.token_sets
+    digest = request.digest(CONTEXT.vectors, sets)
+    assert again.digest(CONTEXT.vectors, sets) == digest
 
 
 words = st.sampled_from(
     [
         "writes",
+        "reads",
         "hotwire",
         "apps",
+        "guarded",
+        "gate",
+        "weight",
+        "bias",
+        "activate",
         "write",
         "vector",
         "layers",
@@ -437,6 +530,7 @@ def test_junk_is_served_or_refused(key, value):
         request = parse_request({key: value}, CONTEXT)
         if request is not None:
             lower(request, CONTEXT)
+            assert parse_canonical(request.canonical(), CONTEXT) == request
     except SpecError as error:
         assert str(error)
 

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.fx_passes.program import Entry, pack
 from eyesplice.fx_passes.sites import Site
 from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
 from eyesplice.ops import contracts
-from eyesplice.ops.inputs import Entry, pack_programs
 from eyesplice.ops.layout import Opcode, Stage
+from eyesplice.ops.work import empty_work
 
 HIDDEN, LAYERS, TOKENS = 16, 2, 5
 SUBMODULES = (
@@ -142,14 +143,15 @@ class Model(nn.Module):
         self.rows = torch.zeros(64, dtype=torch.int32)
         self.select = torch.full((64,), -1, dtype=torch.int32)
         self.bank = torch.randn(3, HIDDEN)
-        empty = pack_programs([[]], 4)
+        self.work = empty_work(64, 2, 2, 4, HIDDEN, torch.float32, "cpu")
+        empty = _table()
         self.programs = {table: empty.clone() for table in self.plan.tables()}
         for number, module in enumerate(self.layers):
             module.number = number
             module.tables = [
                 self.programs[table] for table in self.plan.tables_of_layer(number)
             ]
-            module.shared = [self.rows, self.select, self.bank]
+            module.shared = [self.rows, self.select, self.bank, *self.work]
             module.register_forward_pre_hook(_anchor)
 
     def forward(self, input_ids, inputs_embeds=None):
@@ -164,6 +166,12 @@ class Model(nn.Module):
             return self.norm(x)
         y, _ = self.norm(x, residual)
         return y + before if self.again else y
+
+
+def _table(stage=Stage.BRANCH, gain=0.0):
+    """A table whose row 1 adds `gain` times bank row 1 at every token."""
+    add = Entry(stage=stage, opcode=Opcode.ADD, u=1, clause_mask=1, gain=gain)
+    return torch.stack([pack((), 4), pack((add,) if gain else (), 4)])
 
 
 def _anchor(module, args):
@@ -220,8 +228,8 @@ def test_every_fused_boundary_is_one_op_and_mid_leaves_its_add_to_the_next():
     assert spliced.report.num_inline_ops == 0
     assert not spliced.report.missing
     assert {row.form for row in spliced.report.rows} == {"fused"}
-    assert [node.args[10] for node in ops] == [False, True, False, True, False]
-    assert [node.args[9] is not None for node in ops] == [
+    assert [node.args[12] for node in ops] == [False, True, False, True, False]
+    assert [node.args[11] is not None for node in ops] == [
         False,
         False,
         True,
@@ -234,7 +242,7 @@ def test_every_fused_boundary_is_one_op_and_mid_leaves_its_add_to_the_next():
 def test_no_add_is_deferred_when_the_plan_says_so():
     spliced = Spliced(Model(FusedLayer), defer_adds=False)
     spliced(IDS)
-    assert not any(node.args[10] for node in spliced.calls(contracts.boundary_))
+    assert not any(node.args[12] for node in spliced.calls(contracts.boundary_))
 
 
 def test_a_boundary_whose_neighbour_is_not_wanted_does_its_own_add():
@@ -244,7 +252,7 @@ def test_a_boundary_whose_neighbour_is_not_wanted_does_its_own_add():
     spliced = Spliced(model)
     torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
     assert len(spliced.calls(contracts.boundary_)) == LAYERS
-    assert not any(node.args[10] for node in spliced.calls(contracts.boundary_))
+    assert not any(node.args[12] for node in spliced.calls(contracts.boundary_))
 
 
 @pytest.mark.parametrize("layer", [FusedLayer, AddingLayer])
@@ -254,8 +262,7 @@ def test_a_program_acts_where_its_site_says(layer, submodule):
     spliced = Spliced(model)
     plain = spliced(IDS)
     table, stage = Site(0, submodule).table
-    entry = Entry(Opcode.ADD, stage, 1, gain=1.5)
-    model.programs[table].copy_(pack_programs([[entry]], 4))
+    model.programs[table].copy_(_table(stage, 1.5))
     model.rows[1:3] = 1
     changed = spliced(IDS)
     moved = (changed - plain).abs().amax(dim=-1) > 1e-4
@@ -305,8 +312,7 @@ def test_a_stream_that_is_an_input_is_not_written_to(layer):
     spliced = Spliced(model)
     plain = spliced(None, inputs_embeds=embeds)
     table, stage = Site(0, "residual.pre").table
-    program = pack_programs([[Entry(Opcode.ADD, stage, 1, gain=9.0)]], 4)
-    model.programs[table].copy_(program)
+    model.programs[table].copy_(_table(stage, 9.0))
     model.rows.fill_(1)
     assert (spliced(None, inputs_embeds=embeds) - plain).abs().max() > 1e-3
     assert torch.equal(embeds, before)
@@ -384,7 +390,7 @@ def test_an_add_that_comes_late_belongs_to_the_layer_before(submodule):
     plain = spliced(IDS)
     assert not spliced.report.missing
     table, stage = Site(0, submodule).table
-    model.programs[table].copy_(pack_programs([[Entry(Opcode.ADD, stage, 1)]], 4))
+    model.programs[table].copy_(_table(stage, 1.0))
     model.rows[1:3] = 1
     edit = {1: model.bank[1], 2: model.bank[1]}
 

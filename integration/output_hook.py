@@ -1,0 +1,121 @@
+"""The front end's part of the road back: `RequestOutput.eyesplice`.
+
+add_request      learns a request's id in the engine core
+process_outputs  takes the results out of the core's outputs again
+_new_completion_output, _new_request_output, RequestOutput.add
+                 put the answer where the client finds it
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from eyesplice.integration import answers, ledger
+from eyesplice.integration.answer_body import first_answer, joined
+from eyesplice.integration.config import KEY
+
+
+def attach() -> None:
+    """Wrap vLLM's methods in this process; safe to call again."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from eyesplice.integration.plugin import wrap
+
+    for output in (CompletionOutput, RequestOutput):
+        if not hasattr(output, KEY):
+            setattr(output, KEY, None)
+    wrap(ledger.PROCESSOR_ADD_REQUEST, _add_request)
+    wrap(ledger.PROCESSOR_ABORT, _abort_requests)
+    wrap(ledger.PROCESS_OUTPUTS, _process_outputs)
+    wrap(ledger.NEW_COMPLETION_OUTPUT, _new_completion_output)
+    wrap(ledger.NEW_REQUEST_OUTPUT, _new_request_output)
+    wrap(ledger.MERGE_OUTPUTS, _merge_outputs)
+
+
+def _add_request(
+    original: Callable[..., None],
+    processor: Any,
+    request: Any,
+    prompt: str | None,
+    parent_req: Any = None,
+    request_index: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    more = parent_req is not None and request_index < parent_req.n - 1
+    answers.admit(request, keep=more)
+    original(processor, request, prompt, parent_req, request_index, *args, **kwargs)
+
+
+def _abort_requests(
+    original: Callable[..., list[str]], processor: Any, *args: Any, **kwargs: Any
+) -> list[str]:
+    aborted = original(processor, *args, **kwargs)
+    for request_id in aborted:
+        answers.forget(request_id)
+    return aborted
+
+
+def _process_outputs(
+    original: Callable[..., Any],
+    processor: Any,
+    engine_core_outputs: list[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    for output in engine_core_outputs:
+        params = output.kv_transfer_params
+        if params and KEY in params:
+            answers.receive(output.request_id, params[KEY])
+            rest = {key: value for key, value in params.items() if key != KEY}
+            output.kv_transfer_params = rest or None
+    result = original(processor, engine_core_outputs, *args, **kwargs)
+    if answers.owed():
+        for output in engine_core_outputs:
+            if output.request_id not in processor.request_states:
+                answers.forget(output.request_id)
+    return result
+
+
+def _new_completion_output(
+    original: Callable[..., Any],
+    state: Any,
+    token_ids: list[int],
+    finish_reason: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    output = original(state, token_ids, finish_reason, *args, **kwargs)
+    record = answers.record_of(state.request_id)
+    if record is not None:
+        delta = state.output_kind.name == "DELTA"
+        finished = finish_reason is not None
+        setattr(output, KEY, record.answer(finished=finished, delta=delta))
+    return output
+
+
+def _new_request_output(
+    original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any
+) -> Any:
+    output = original(state, *args, **kwargs)
+    # A pooling request has one output, not a list of them, and never an answer.
+    if isinstance(output.outputs, list):
+        answer = first_answer(output.outputs, KEY)
+        if answer is not None:
+            setattr(output, KEY, answer)
+    return output
+
+
+def _merge_outputs(
+    original: Callable[..., None], output: Any, later: Any, aggregate: bool
+) -> None:
+    """vLLM's `RequestOutput.add`: several outputs that a slow client takes as one."""
+    before = {part.index: getattr(part, KEY, None) for part in output.outputs}
+    original(output, later, aggregate)
+    after = {part.index: getattr(part, KEY, None) for part in later.outputs}
+    if not any((*before.values(), *after.values())):
+        return
+    for part in output.outputs:
+        earlier = before.get(part.index) if aggregate else None
+        if part.index in after:
+            setattr(part, KEY, joined(earlier, after[part.index]))
+    setattr(output, KEY, first_answer(output.outputs, KEY))

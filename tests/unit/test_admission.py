@@ -1,0 +1,179 @@
+"""What the front end makes of a request, for stand-ins of vLLM's objects."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import eyesplice
+from eyesplice import App, SpecError
+from eyesplice.integration import frontend
+from eyesplice.integration.deployment import Deployment
+from eyesplice.integration.frontend import FrontEnd
+from tests.deployment_world import HIDDEN, all_armed, steer, vllm_config
+
+OFF = "off"
+PLAIN = {"other": 1}
+
+
+def watch():
+    read = eyesplice.read("dot", weight=torch.ones(HIDDEN)).layers(2)
+    return App("watch", [read])
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Makes front ends of engines with the apps `steer` and `watch`."""
+    monkeypatch.setattr(Deployment, "read_report", all_armed)
+
+    def make(**config):
+        for app in (steer(), watch()):
+            app.save(tmp_path / app.name)
+        config["apps"] = [str(tmp_path / "steer"), str(tmp_path / "watch")]
+        return FrontEnd(vllm_config(additional_config={"eyesplice": config}))
+
+    return make
+
+
+def params(**extra_args):
+    return SimpleNamespace(extra_args=extra_args or None, max_tokens=1)
+
+
+def core_request(**kind):
+    return SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        cache_salt=None,
+        sampling_params=SimpleNamespace(
+            extra_args=None, skip_reading_prefix_cache=None
+        ),
+        **kind,
+    )
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """What was remembered, in order."""
+    found = []
+    monkeypatch.setattr(
+        frontend.answers, "remember", lambda *args, **kw: found.append((*args, kw))
+    )
+    return found
+
+
+def process(front, given):
+    processor = SimpleNamespace(_eyesplice_front=front)
+
+    def original(_processor, _id, _prompt, _params):
+        request = core_request()
+        request.sampling_params.extra_args = given.extra_args
+        return request
+
+    return frontend.process_inputs(original, processor, "r", "prompt", given)
+
+
+def functions(request):
+    text = request.sampling_params.extra_args["eyesplice"]
+    return [entry["name"] for entry in json.loads(text)["functions"]]
+
+
+def test_a_request_without_our_key_is_left_alone(opened, remembered):
+    front = opened()
+    assert not front.concerns(params())
+    assert not front.concerns(params(**PLAIN))
+    request = process(front, params(**PLAIN))
+    assert request.sampling_params.extra_args == PLAIN
+    assert request.cache_salt is None and not remembered
+
+
+def test_a_steered_request(opened, remembered):
+    request = process(opened(), params(eyesplice="steer", **PLAIN))
+    assert functions(request) == ["steer/0"]
+    assert request.sampling_params.extra_args["other"] == 1
+    assert request.cache_salt.startswith("|eyesplice:sha256:")
+    assert request.sampling_params.skip_reading_prefix_cache is None
+    ((name, program, asked, more),) = remembered
+    assert (name, asked.apps) == ("r", ("steer",)) and program.changes_kv
+    assert more == {"vectors": {}, "error": None}
+
+
+def test_a_request_that_only_reads_shares_blocks_but_takes_none(opened, remembered):
+    request = process(opened(), params(eyesplice="watch"))
+    assert request.cache_salt is None
+    assert request.sampling_params.skip_reading_prefix_cache is True
+    assert len(remembered) == 1
+
+
+def test_vectors_that_a_request_names_itself_are_remembered(opened, remembered):
+    front = opened()
+    spec = {"writes": [{"vector": "steer/v", "layers": 0}]}
+    process(front, params(eyesplice=spec))
+    digest = front.deployment.registry.info("steer/v").digest
+    assert remembered[0][-1]["vectors"] == {"steer/v": digest}
+
+
+def test_defaults_are_for_requests_that_name_no_app(opened, remembered):
+    front = opened(default="steer")
+    assert functions(process(front, params())) == ["steer/0"]
+    assert functions(process(front, params(**PLAIN))) == ["steer/0"]
+    assert functions(process(front, params(eyesplice="watch"))) == ["watch/0"]
+    assert len(remembered) == 3
+    for spec in (OFF, {"apps": {}}):
+        request = process(front, params(eyesplice=spec))
+        assert request.sampling_params.extra_args is None
+        assert request.cache_salt is None
+    assert len(remembered) == 3
+
+
+def test_defaults_are_not_for_requests_that_generate_nothing(opened):
+    assert not opened(default="steer").concerns(SimpleNamespace(task="embed"))
+
+
+def test_switches_decide_what_new_requests_can_name(opened, remembered):
+    front = opened(default="steer")
+    before = front.context()
+    front.disable("steer")
+    assert not front.is_enabled("steer") and front.is_enabled("watch")
+    assert not front.concerns(params())
+    with pytest.raises(SpecError, match="steer"):
+        front.admit({"eyesplice": "steer"})
+    assert front.context() is front.context() is not before
+    front.enable("steer")
+    assert functions(process(front, params())) == ["steer/0"]
+
+
+BAD = [
+    "missing",
+    "{broken",
+    {"steer": []},
+    {"apps": {"steer": {"scale": float("nan")}}},
+    {"writes": [{"vector": "v", "layers": 99}]},
+]
+
+
+@pytest.mark.parametrize("spec", BAD, ids=str)
+def test_what_cannot_be_served_is_refused(opened, spec):
+    with pytest.raises(SpecError):
+        opened().admit({"eyesplice": spec})
+
+
+@pytest.mark.parametrize("spec", BAD, ids=str)
+def test_or_served_without_effect_where_the_operator_says_so(opened, remembered, spec):
+    front = opened(on_error="unsteered", default="steer")
+    request = process(front, params(eyesplice=spec, **PLAIN))
+    assert request.sampling_params.extra_args == PLAIN
+    assert request.cache_salt is None
+    ((name, program, asked, more),) = remembered
+    assert (name, program, asked) == ("r", None, None)
+    assert "refused" in more["error"]
+
+
+def test_an_engine_without_eyesplice_refuses_our_key_only(remembered):
+    front = FrontEnd(vllm_config())
+    assert not front.switched_on
+    assert not front.concerns(params(hotwire="{}"))
+    assert front.concerns(params(eyesplice="steer"))
+    with pytest.raises(SpecError, match="not switched on"):
+        front.admit({"eyesplice": "steer"})
+    assert not remembered
