@@ -83,12 +83,15 @@ def boundary_kernel(
             if HAS_BRANCH:
                 p_x = p_branch + t.to(tl.int64) * branch_stride + o_h
                 b_x = tl.load(p_x, mask=m_h, other=0.0).to(tl.float32)
+            before = row * 0
+            select = before
+            end_h = before
+            end_y = before
             if row == 0:
                 if HAS_BRANCH:
                     b_h += b_x
                 if HAS_BRANCH and not DEFER:
                     tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
-                b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
             else:
                 p_row = p_program + row.to(tl.int64) * program_stride
                 end_x = tl.load(p_row + _END_BRANCH)
@@ -142,7 +145,10 @@ def boundary_kernel(
                     if DEFER:
                         b_zero = tl.zeros_like(b_h).to(p_branch.dtype.element_ty)
                         tl.store(p_x, b_zero, mask=m_h)
-                b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
+            # One norm for both paths: a program that only reads leaves no other bits.
+            b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
+            if row != 0:
+                p_row = p_program + row.to(tl.int64) * program_stride
                 b_y, select = run_entries(
                     b_y,
                     select,

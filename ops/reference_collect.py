@@ -49,7 +49,7 @@ def _add(carry: Tensor, score: Tensor) -> None:
         return
     highest = score.max()
     if int(carry[Carry.COUNT]):
-        highest = highest.maximum(torch.tensor(from_bits(carry[Carry.MAX])))
+        highest = highest.clamp(min=from_bits(carry[Carry.MAX]))
     carry[Carry.SUM] += fixed_point(score).sum()
     carry[Carry.COUNT] += len(score)
     carry[Carry.MAX] = to_bits(highest)

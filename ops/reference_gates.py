@@ -43,7 +43,8 @@ def _compare(entry: Entry, tokens: Tensor, work: Work) -> Tensor:
     for slot, at, first in _requests(tokens, work):
         fields = work.slots[slot].tolist()
         score = work.score[first : int(tokens[at][-1]) + 1, entry.slot]
-        position = torch.arange(len(score)) + fields[Slot.FIRST_POSITION]
+        position = torch.arange(len(score), device=score.device)
+        position = position + fields[Slot.FIRST_POSITION]
         prompt_len = fields[Slot.PROMPT_LEN]
         running = compare_running(
             entry.function,

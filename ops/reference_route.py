@@ -60,7 +60,9 @@ def route_(
     if not num_tokens:
         return
     lengths = starts[1:] - starts[:-1]
-    request = torch.repeat_interleave(torch.arange(num_requests), lengths)
+    request = torch.repeat_interleave(
+        torch.arange(num_requests, device=lengths.device), lengths
+    )
     row_of_token[:num_tokens] = per_request[PerRequest.ROW][request]
     state.slot_of_token[:num_tokens] = per_request[PerRequest.SLOT][request]
     _begin(state, per_request[:, :num_requests], starts, positions)
@@ -170,7 +172,7 @@ def _truth(kind: ClauseKind, view: _View, j: int, bits: Tensor) -> Tensor:
         case ClauseKind.NOR:
             return (bits & mask) == 0
         case ClauseKind.TOKEN_LIST:
-            column = torch.arange(view.token_ids.shape[1])
+            column = torch.arange(view.token_ids.shape[1], device=view.token_ids.device)
             listed = (a[:, None] <= column) & (column < b[:, None])
             return (listed & (view.token_ids == view.token_id[:, None])).any(dim=-1)
         case ClauseKind.TOKEN_SET:
@@ -193,7 +195,11 @@ def _after(view: _View, hit: Tensor) -> Tensor:
     before = hit.long().cumsum(0) - hit.long()
     starts = torch.ones_like(hit)
     starts[1:] = view.request[1:] != view.request[:-1]
-    first = torch.where(starts, torch.arange(len(hit)), 0).cummax(0).values
+    first = (
+        torch.where(starts, torch.arange(len(hit), device=hit.device), 0)
+        .cummax(0)
+        .values
+    )
     return before > before[first]
 
 

@@ -78,7 +78,11 @@ def compare_running(
             start = from_bits(carry[Carry.MAX]) if before else -torch.inf
             x = torch.where(at, score, -torch.inf).cummax(0).values.clamp(min=start)
         case Reduce.LAST:
-            index = torch.where(at, torch.arange(len(at)), -1).cummax(0).values
+            index = (
+                torch.where(at, torch.arange(len(at), device=at.device), -1)
+                .cummax(0)
+                .values
+            )
             start = from_bits(carry[Carry.LAST])
             x = torch.where(index < 0, start, score[index.clamp(min=0)])
         case Reduce.NONE:
