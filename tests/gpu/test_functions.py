@@ -70,8 +70,9 @@ def test_reads_change_nothing(engines: Engines) -> None:
         {"read": "norm", "layers": "all", "submodule": "residual.mid"},
         {"read": "capture", "layers": [3, 20], "when": "last_token"},
     )
-    plain = engines.get("vanilla").generate(batch, 24, [None] * 16, logprobs=1)
-    answered = ask(engines.get("cold"), batch, [reads] * 16)
+    cold = engines.get("cold")
+    plain = cold.generate(batch, 24, [None] * 16, logprobs=1)
+    answered = ask(cold, batch, [reads] * 16)
     assert [a["tokens"] for a in answered] == plain["tokens"]
     assert [a["logprobs"] for a in answered] == plain["logprobs"]
 
