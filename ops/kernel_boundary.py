@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from eyesplice.ops.kernel_program import run_entries
-from eyesplice.ops.layout import Family, Header
+from eyesplice.ops.layout import Family, Header, Stage
 
 _END_BRANCH = tl.constexpr(int(Header.END_BRANCH))
-_END_STREAM = tl.constexpr(int(Header.END_STREAM))
-_END_NORMED = tl.constexpr(int(Header.END_NORMED))
 _WRITES_BRANCH = tl.constexpr(int(Header.WRITES_BRANCH))
 _WRITES_STREAM = tl.constexpr(int(Header.WRITES_STREAM))
+_STREAM = tl.constexpr(int(Stage.STREAM))
+_NORMED = tl.constexpr(int(Stage.NORMED))
 _FAMILY_GATE = tl.constexpr(int(Family.GATE))
 
 
@@ -83,34 +83,50 @@ def boundary_kernel(
             if HAS_BRANCH:
                 p_x = p_branch + t.to(tl.int64) * branch_stride + o_h
                 b_x = tl.load(p_x, mask=m_h, other=0.0).to(tl.float32)
-            before = row * 0
-            select = before
-            end_h = before
-            end_y = before
+            p_y = p_normed + t.to(tl.int64) * H + o_h
             if row == 0:
                 if HAS_BRANCH:
                     b_h += b_x
                 if HAS_BRANCH and not DEFER:
                     tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
+                b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
+                tl.store(p_y, b_y.to(p_normed.dtype.element_ty), mask=m_h)
             else:
                 p_row = p_program + row.to(tl.int64) * program_stride
-                end_x = tl.load(p_row + _END_BRANCH)
-                end_h = tl.load(p_row + _END_STREAM)
-                end_y = tl.load(p_row + _END_NORMED)
                 writes = tl.load(p_row + _WRITES_BRANCH)
                 writes |= tl.load(p_row + _WRITES_STREAM)
                 before = tl.load(p_select + t)
                 select = before
-                if HAS_BRANCH:
-                    b_x, select = run_entries(
-                        b_x,
+                b_v = b_x
+                first = row * 0
+                if not HAS_BRANCH:
+                    first = tl.load(p_row + _END_BRANCH)
+                # One loop for x, h and y: the code of the entries is there once. A kernel
+                # that fills the instruction cache is slow on its idle path too.
+                for stage in tl.range(1 - HAS_BRANCH, 3, loop_unroll_factor=1):
+                    if stage == _STREAM:
+                        b_v += b_h
+                    if stage == _NORMED:
+                        # A deferred h that a program writes is handed on in the stream.
+                        if (writes != 0) | (HAS_BRANCH and not DEFER):
+                            tl.store(p_h, b_v.to(p_stream.dtype.element_ty), mask=m_h)
+                            if DEFER:
+                                b_zero = tl.zeros_like(b_v)
+                                b_zero = b_zero.to(p_branch.dtype.element_ty)
+                                tl.store(p_x, b_zero, mask=m_h)
+                        b_v = _norm(
+                            b_v, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT
+                        )
+                    last = tl.load(p_row + _END_BRANCH + stage)
+                    b_v, select = run_entries(
+                        b_v,
                         select,
                         o_h,
                         m_h,
                         t,
                         p_row,
-                        0,
-                        end_x,
+                        first,
+                        last,
                         p_select,
                         p_bank,
                         bank_stride,
@@ -120,55 +136,8 @@ def boundary_kernel(
                         FAMILIES,
                         OPCODES,
                     )
-                    b_h += b_x
-                b_h, select = run_entries(
-                    b_h,
-                    select,
-                    o_h,
-                    m_h,
-                    t,
-                    p_row,
-                    end_x,
-                    end_h,
-                    p_select,
-                    p_bank,
-                    bank_stride,
-                    work,
-                    score_stride,
-                    capture_stride,
-                    FAMILIES,
-                    OPCODES,
-                )
-                # A deferred h that a program writes is handed on in the stream.
-                if (writes != 0) | (HAS_BRANCH and not DEFER):
-                    tl.store(p_h, b_h.to(p_stream.dtype.element_ty), mask=m_h)
-                    if DEFER:
-                        b_zero = tl.zeros_like(b_h).to(p_branch.dtype.element_ty)
-                        tl.store(p_x, b_zero, mask=m_h)
-            # One norm for both paths: a program that only reads leaves no other bits.
-            b_y = _norm(b_h, b_w, weight_offset, eps, H, ROUND_BEFORE_WEIGHT)
-            if row != 0:
-                p_row = p_program + row.to(tl.int64) * program_stride
-                b_y, select = run_entries(
-                    b_y,
-                    select,
-                    o_h,
-                    m_h,
-                    t,
-                    p_row,
-                    end_h,
-                    end_y,
-                    p_select,
-                    p_bank,
-                    bank_stride,
-                    work,
-                    score_stride,
-                    capture_stride,
-                    FAMILIES,
-                    OPCODES,
-                )
+                    first = last
                 if _FAMILY_GATE & FAMILIES:
                     if select != before:
                         tl.store(p_select + t, select)
-            p_y = p_normed + t.to(tl.int64) * H + o_h
-            tl.store(p_y, b_y.to(p_normed.dtype.element_ty), mask=m_h)
+                tl.store(p_y, b_v.to(p_normed.dtype.element_ty), mask=m_h)

@@ -1,6 +1,5 @@
 """What a step leaves behind for the next: carried reductions and latches."""
 
-import torch
 from torch import Tensor
 
 from eyesplice.ops.layout import Carry, PerRequest, Scope, Slot
