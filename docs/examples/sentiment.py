@@ -160,11 +160,9 @@ def _app(rows: dict[str, Tensor], folder: Path) -> Path:
 
     vector = rows[f"positive {WRITE_LAYER}"].mean(0)
     vector = vector - rows[f"negative {WRITE_LAYER}"].mean(0)
-    weight, bias = orgad.fit(
-        positive=rows[f"negative {READ_LAYER}"], negative=rows[f"positive {READ_LAYER}"]
-    )
+    probe = orgad.fit(rows[f"negative {READ_LAYER}"], rows[f"positive {READ_LAYER}"])
     negative = (
-        m.read("probe", name="negative", weight="w", bias=float(bias))
+        m.read("probe", name="negative", weight="w", bias=float(probe.bias))
         .layers([READ_LAYER])
         .submodule("residual.post")
     )
@@ -176,7 +174,7 @@ def _app(rows: dict[str, Tensor], folder: Path) -> Path:
     guarded = m.App(
         "guarded",
         [negative, steer.cond(gate="negative >= 0")],
-        tensors={"w": weight, "v": vector},
+        tensors={"w": probe.weight, "v": vector},
     )
     steered = m.App("steered", [steer], tensors={"v": vector})
     ablate = m.write("ablate", vector="v").layers("all").submodule("residual.post")
