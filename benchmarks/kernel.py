@@ -24,14 +24,18 @@ from torch import Tensor
 from eyesplice.ops import launch
 from eyesplice.ops.inputs import Entry, pack_programs
 from eyesplice.ops.launch import Launch
-from eyesplice.ops.layout import Opcode, Stage
+from eyesplice.ops.layout import Family, Opcode, Stage
 from eyesplice.ops.tolerances import ROUNDING, error_bound
+from eyesplice.ops.work import empty_work
 
 BOUNDARIES: Final = 32
 TOKENS: Final = (1, 8, 16, 64, 256, 1024, 2048, 8192)
 HIDDEN: Final = (576, 1536, 4096, 8192)
 VECTORS: Final = (0, 1, 4)
 EPS: Final = 1e-5
+FAMILIES: Final = Family.ADD | Family.RANK1 | Family.READ | Family.GATE | Family.CAPTURE
+"""What a deployment compiles in by default."""
+
 CELL_SECONDS: Final = 0.3
 MAX_REPLAYS: Final = 60
 DTYPE: Final = torch.bfloat16
@@ -61,6 +65,7 @@ class Inputs:
     select: Tensor
     programs: dict[int, Tensor]
     bank: Tensor
+    work: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def make_inputs(num_tokens: int, hidden_size: int, gemms: Tensor) -> Inputs:
         select=torch.ones(num_tokens, dtype=torch.int32, device="cuda"),
         programs=programs,
         bank=normal(64, hidden_size),
+        work=list(empty_work(num_tokens, 2, 32, 2, hidden_size, DTYPE, "cuda")),
     )
 
 
@@ -124,6 +130,8 @@ def splice_step(
             inputs.select,
             inputs.programs[vectors],
             inputs.bank,
+            inputs.work,
+            int(FAMILIES),
             round_before_weight=round_before_weight,
             launch=chosen,
         )
