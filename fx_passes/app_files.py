@@ -21,6 +21,7 @@ from eyesplice.fx_passes.app_tensors import DTYPES, MAX_TENSOR_BYTES, is_shape
 from eyesplice.fx_passes.app_yaml import MAX_YAML_BYTES, dump_yaml, load_yaml
 from eyesplice.fx_passes.apps import App, AppModel
 from eyesplice.fx_passes.models import validate
+from eyesplice.fx_passes.plain import no_repeats
 
 APP_FILE: Final = "app.yaml"
 TENSOR_FILE: Final = "tensors.safetensors"
@@ -81,7 +82,7 @@ def app_from_json(data: bytes) -> App:
         SpecError: not such a text.
     """
     try:
-        value = json.loads(data, object_pairs_hook=_no_repeats)
+        value = json.loads(data, object_pairs_hook=no_repeats)
     except (ValueError, RecursionError, MemoryError) as error:
         _refuse_file("app", "JSON", str(error) or type(error).__name__)
     return App.from_dict(value)
@@ -151,7 +152,7 @@ def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
     if len(data) < 8 or size > min(MAX_HEADER_BYTES, len(data) - 8):
         _refuse_file(path, f"{len(data)} bytes", "its header is cut off or too large")
     try:
-        header = json.loads(data[8 : 8 + size], object_pairs_hook=_no_repeats)
+        header = json.loads(data[8 : 8 + size], object_pairs_hook=no_repeats)
     except (ValueError, RecursionError) as error:
         _refuse_file(path, "safetensors", f"its header is not JSON: {error}")
     if not isinstance(header, dict):
@@ -233,13 +234,6 @@ def _read(file: Path, limit: int) -> bytes:
         if isinstance(error, SpecError):
             raise
         _refuse_file("app", str(file), f"it cannot be read: {error}")
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is given twice")
-    return found
 
 
 def _refuse_file(path: str, value: object, why: str) -> NoReturn:

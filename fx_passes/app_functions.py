@@ -26,7 +26,7 @@ from eyesplice.fx_passes.models import (
     check_own_fields,
     validate,
 )
-from eyesplice.fx_passes.plain import did_you_mean, join, plain, within
+from eyesplice.fx_passes.plain import did_you_mean, join, plain, suggestion, within
 from eyesplice.fx_passes.sites import parse_layers, parse_submodule
 
 MAX_LAYERS: Final = 1000
@@ -73,12 +73,12 @@ def _kernel(kind: Kind, name: object, path: str) -> str:
     ):
         return name
     more = ", or an op of your own (lib::op)" if kind == "write" else ""
-    near = did_you_mean(name, known) if isinstance(name, str) else None
+    other = "use one of these"
     raise SpecError(
         join(path, kind),
         name,
         "the kernels " + ", ".join(known) + more,
-        f"write {near} (did you mean that?)" if near else "use one of these",
+        suggestion(name, known, other) if isinstance(name, str) else other,
     )
 
 

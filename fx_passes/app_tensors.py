@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.kernels import FIELDS, TENSOR_FIELDS, Kind
-from eyesplice.fx_passes.plain import did_you_mean, join
+from eyesplice.fx_passes.plain import join, suggestion
 
 MAX_TENSOR_BYTES: Final = 4 * 2**30
 """Bytes of all tensors of one app."""
@@ -116,12 +116,11 @@ def check_uses(
 def _find(name: str, tensors: Mapping[str, Tensor], path: str) -> Tensor:
     if name in tensors:
         return tensors[name]
-    near = did_you_mean(name, tensors)
     raise SpecError(
         path,
         name,
         f"a tensor of the app: {', '.join(sorted(tensors)[:20]) or 'it has none'}",
-        f"write {near} (did you mean that?)" if near else "add the tensor",
+        suggestion(name, tensors, "add the tensor"),
     )
 
 

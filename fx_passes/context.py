@@ -17,16 +17,22 @@ class VectorInfo:
     Attributes:
         name: the name requests use.
         digest: hash of its content.
-        layers: length of its first axis if it has more than one axis, else None.
-        width: elements per row.
         shape: `[width]`, `[layers, width]` or `[rows, width]`, `[layers, rows, width]`.
     """
 
     name: str
     digest: str
-    layers: int | None
-    width: int
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...]
+
+    @property
+    def layers(self) -> int | None:
+        """Length of its first axis if it has more than one axis, else None."""
+        return self.shape[0] if len(self.shape) > 1 else None
+
+    @property
+    def width(self) -> int:
+        """Elements per row."""
+        return self.shape[-1]
 
 
 class VectorTable(Protocol):

@@ -8,7 +8,7 @@ from eyesplice.fx_passes.context import Context, DeployedApp
 from eyesplice.fx_passes.functions import Function
 from eyesplice.fx_passes.kernels import FIELDS
 from eyesplice.fx_passes.origin import Origin
-from eyesplice.fx_passes.plain import did_you_mean, join
+from eyesplice.fx_passes.plain import join, suggestion
 from eyesplice.fx_passes.reads import parse_read
 from eyesplice.fx_passes.writes import parse_write
 
@@ -125,12 +125,11 @@ def _index(app: DeployedApp, label: str, path: str) -> int:
         return labels.index(label)
     if label in map(str, range(len(labels))):
         return int(label)
-    near = did_you_mean(label, labels)
     raise SpecError(
         f"{path}.functions",
         label,
         f"the functions {', '.join(labels)}",
-        f"write {near} (did you mean that?)" if near else "name one of these",
+        suggestion(label, labels, "name one of these"),
     )
 
 
@@ -138,24 +137,22 @@ def _refuse_override(
     path: str, key: str, value: object, allowed: Iterable[str], nested: bool = False
 ) -> NoReturn:
     known = [*allowed, *(["functions"] if nested else [])]
-    near = did_you_mean(key, known)
     raise SpecError(
         join(path, key),
         value,
         f"the overrides {', '.join(known)}" if known else "no overrides",
-        f"write {near} (did you mean that?)" if near else "leave it out",
+        suggestion(key, known, "leave it out"),
     )
 
 
 def refuse_app(name: str, context: Context) -> NoReturn:
     """Refuse a name that no deployed app has."""
     names = sorted(context.apps)
-    near = did_you_mean(name, names)
     shown = ", ".join(names[:20]) or "none are deployed"
     raise SpecError(
         "eyesplice",
         name,
         f'an app ({shown}), "off", or an object (or its JSON text) with writes, reads '
         "or apps",
-        f"write {near} (did you mean that?)" if near else "name a deployed app",
+        suggestion(name, names, "name a deployed app"),
     )

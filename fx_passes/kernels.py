@@ -1,6 +1,9 @@
 """The kernels of the language: their names, and which fields belong to each."""
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeVar, get_args
+
+from eyesplice._errors import SpecError
+from eyesplice.fx_passes.plain import suggestion
 
 Kind = Literal["read", "write"]
 
@@ -74,6 +77,26 @@ FUNCTIONS: Final[dict[tuple[Kind, str], tuple[str, ...]]] = {
     ("read", "sae"): ("relu", "identity", "jump_relu"),
 }
 """What `function` may be, the default first."""
+
+
+K = TypeVar("K", bound=str)
+
+
+def known_kernel(kind: Kind, name: str, known: tuple[K, ...], note: str = "") -> K:
+    """The kernel of this name.
+
+    Raises:
+        SpecError: there is none; `note` follows the list of those there are.
+    """
+    for kernel in known:
+        if name == kernel:
+            return kernel
+    raise SpecError(
+        kind,
+        name,
+        f"the {kind} kernels {', '.join(known)}{note}",
+        suggestion(name, known, "use one of these kernels"),
+    )
 
 
 def is_own_op(name: str) -> bool:

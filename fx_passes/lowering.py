@@ -118,7 +118,11 @@ class _Lowering:
             functions=self._infos(),
             scores=self._scores(gates),
             captures=tuple(self.captures),
-            latched=sum(b for p, b in self.circuit.bits.items() if _is_latch(p)),
+            latched=sum(
+                bit
+                for part, bit in self.circuit.bits.items()
+                if isinstance(part, LatchBits)
+            ),
             token_ids=tuple(self.clauses.token_ids),
             needs_every_token=self._needs_every_token(),
         )
@@ -290,7 +294,7 @@ class _Lowering:
     def _scope(self, part: Compare) -> Scope:
         read = self.functions[part.score.read]
         assert isinstance(read, Read)
-        return Scope[read.over.upper()]
+        return read.scope
 
     def _append(self, table: Table, entry: Entry) -> None:
         check_family(entry, self.context)
@@ -307,7 +311,7 @@ class _Lowering:
         for key in self.slots:
             read = self.functions[key.read]
             assert isinstance(read, Read)
-            scope = Scope[read.over.upper()] if key in reduced else Scope.NONE
+            scope = read.scope if key in reduced else Scope.NONE
             feature = key.feature if read.kernel == "sae" else None
             found.append(ScoreInfo(key.read, key.layer, feature, scope))
         return tuple(found)
@@ -315,7 +319,3 @@ class _Lowering:
     def _needs_every_token(self) -> bool:
         after = any(c.kind is ClauseKind.AFTER for c in self.clauses.clauses)
         return after or any(isinstance(f, Read) for f in self.functions)
-
-
-def _is_latch(part: Part) -> bool:
-    return isinstance(part, LatchBits)

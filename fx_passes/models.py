@@ -15,7 +15,7 @@ from pydantic import (
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.kernels import FIELDS, FUNCTIONS, Kind, is_own_op
-from eyesplice.fx_passes.plain import did_you_mean, join
+from eyesplice.fx_passes.plain import join, suggestion
 from eyesplice.fx_passes.program import FLOAT32_LIMIT
 
 MAX_FUNCTIONS: Final = 256
@@ -187,8 +187,7 @@ def check_own_fields(kind: Kind, kernel: str, model: FunctionModel) -> None:
 def _refuse_key(
     model: type[StrictModel], key: str, value: object, path: str
 ) -> NoReturn:
-    near = did_you_mean(key, model.model_fields)
-    remedy = f"write {near} (did you mean that?)" if near else "leave it out"
+    remedy = suggestion(key, model.model_fields, "leave it out")
     where = join(path, key)
     raise SpecError(f"unknown key {where} with value", value, _keys(model), remedy)
 

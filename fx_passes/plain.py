@@ -46,7 +46,7 @@ def load_json(text: str, path: str) -> Any:
         )
     try:
         value = json.loads(
-            text, parse_constant=_no_constant, object_pairs_hook=_no_repeats
+            text, parse_constant=_no_constant, object_pairs_hook=no_repeats
         )
     except (ValueError, RecursionError, MemoryError) as error:
         why = str(error) or type(error).__name__
@@ -57,6 +57,20 @@ def load_json(text: str, path: str) -> Any:
             "correct the JSON text",
         ) from None
     return plain(value, path)
+
+
+def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object for `json.loads`, its hook: a key given twice is an error.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {printable(key[:80])!r} is given twice")
+        result[key] = value
+    return result
 
 
 def join(path: str, key: str | int) -> str:
@@ -80,6 +94,12 @@ def number(value: float) -> float:
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to `word`, None if none is close."""
     return next(iter(get_close_matches(word[:80], list(known), n=1)), None)
+
+
+def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The remedy for an unknown word: the known one that is close, else `otherwise`."""
+    near = did_you_mean(word, known)
+    return f"write {near} (did you mean that?)" if near else otherwise
 
 
 @contextmanager
@@ -154,12 +174,3 @@ def _misfit(path: str, what: str) -> SpecError:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result: dict[str, object] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {printable(key[:80])!r} is given twice")
-        result[key] = value
-    return result

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eyesplice.fx_passes.sites import Site, Submodule, Table
+from eyesplice.ops.families import FAMILY_OF
 from eyesplice.ops.layout import (
     CLAUSE_WORDS,
     FLOAT_WORDS,
@@ -33,20 +34,6 @@ FLOAT32_LIMIT: Final = 3.4e38
 """Largest magnitude of a number that goes into a table; also "no bound" of a clamp."""
 
 WRITE_OPCODES: Final = range(Opcode.ADD, Opcode.ROUTER + 1)
-
-_FAMILY_OF: Final[dict[Opcode, Family]] = {
-    Opcode.ADD: Family.ADD,
-    Opcode.RANK1: Family.RANK1,
-    Opcode.AFFINE: Family.AFFINE,
-    Opcode.REPLACE: Family.REPLACE,
-    Opcode.MASK: Family.MASK,
-    Opcode.ROUTER: Family.ROUTER,
-    Opcode.READ: Family.READ,
-    Opcode.CAPTURE: Family.CAPTURE,
-    Opcode.COMPARE: Family.GATE,
-    Opcode.LOGIC: Family.GATE,
-    Opcode.LATCH: Family.GATE,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +80,7 @@ class Entry:
     @property
     def family(self) -> Family:
         """The op families that must be compiled in for this entry."""
-        needed = _FAMILY_OF.get(self.opcode, Family(0))
+        needed = FAMILY_OF[self.opcode]
         return needed | Family.PRESERVE_NORM if self.flags & PRESERVE_NORM else needed
 
 

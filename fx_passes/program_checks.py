@@ -1,7 +1,6 @@
 """What a lowered program says of its functions, and whether the engine has room for it."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
@@ -14,10 +13,8 @@ from eyesplice.fx_passes.program import (
 )
 from eyesplice.fx_passes.reads import Read
 from eyesplice.fx_passes.sites import SUBMODULES, Site, Table
-from eyesplice.ops.layout import Family, Reduce, Scope
-
-_NAMES: Final = {Family.READ: "reads", Family.GATE: "gates"}
-"""Families that the configuration does not call by their own names."""
+from eyesplice.ops.families import FAMILIES
+from eyesplice.ops.layout import Reduce, Scope
 
 
 def function_info(name: str, function: Function, context: Context) -> FunctionInfo:
@@ -35,7 +32,7 @@ def function_info(name: str, function: Function, context: Context) -> FunctionIn
         app=function.app,
         gated=function.gate is not None,
         reduce=Reduce[read.reduce.upper()] if read else Reduce.NONE,
-        over=Scope[read.over.upper()] if read else Scope.NONE,
+        over=read.scope if read else Scope.NONE,
         top_k=top_k,
     )
 
@@ -49,11 +46,7 @@ def check_family(entry: Entry, context: Context) -> None:
     missing = entry.family & ~context.families
     if not missing:
         return
-    names = ", ".join(
-        _NAMES.get(family, str(family.name).lower())
-        for family in Family
-        if family in missing
-    )
+    names = ", ".join(name for name, family in FAMILIES.items() if family in missing)
     raise SpecError(
         "request",
         f"one that needs the ops {names}",

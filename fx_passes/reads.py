@@ -11,14 +11,16 @@ from eyesplice.fx_passes.kernels import (
     READ_KERNELS,
     SCORE_KERNELS,
     ReadKernel,
+    known_kernel,
 )
 from eyesplice.fx_passes.marked import normalise
 from eyesplice.fx_passes.models import ReadModel, check_own_fields, validate
 from eyesplice.fx_passes.origin import OWN, Origin
 from eyesplice.fx_passes.places import check_armed, check_printable, place
-from eyesplice.fx_passes.plain import did_you_mean, number, within
+from eyesplice.fx_passes.plain import number, within
 from eyesplice.fx_passes.sites import Submodule
 from eyesplice.fx_passes.tensors import check_tensor
+from eyesplice.ops.layout import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class Read:
         return (self.features or 1) if self.kernel in SCORE_KERNELS else 0
 
     @property
+    def scope(self) -> Scope:
+        """The tokens that scores are reduced over."""
+        return Scope[self.over.upper()]
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the tensors that it uses."""
         named = (self.weight, self.bias)
@@ -109,7 +116,7 @@ def parse_read(
     """
     model = validate(ReadModel, value, path)
     with within(path):
-        kernel = _kernel(model.read)
+        kernel = known_kernel("read", model.read, READ_KERNELS)
         check_own_fields("read", kernel, model)
         tensors = origin.tensors(model, READ_FIELDS[kernel], value)
         check_printable("name", model.name)
@@ -143,19 +150,6 @@ def parse_read(
         top_k=model.top_k,
         name=origin.name(model.name),
         app=origin.app,
-    )
-
-
-def _kernel(name: str) -> ReadKernel:
-    for kernel in READ_KERNELS:
-        if name == kernel:
-            return kernel
-    near = did_you_mean(name, READ_KERNELS)
-    raise SpecError(
-        "read",
-        name,
-        f"the read kernels {', '.join(READ_KERNELS)}",
-        f"write {near} (did you mean that?)" if near else "use one of these kernels",
     )
 
 

@@ -17,13 +17,11 @@ from eyesplice.fx_passes.origin import Origin
 from eyesplice.fx_passes.plain import load_json, plain, within
 from eyesplice.fx_passes.reads import Read, parse_read
 from eyesplice.fx_passes.tensors import digests
-from eyesplice.fx_passes.writes import KERNELS, Kernel, Write, parse_write
+from eyesplice.fx_passes.writes import Write, parse_write
 
 __all__ = [
-    "KERNELS",
     "Context",
     "Function",
-    "Kernel",
     "Read",
     "Request",
     "VectorInfo",

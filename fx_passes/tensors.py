@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context, VectorInfo, VectorTable
-from eyesplice.fx_passes.plain import did_you_mean
+from eyesplice.fx_passes.plain import suggestion
 from eyesplice.fx_passes.sites import Submodule
 
 Form = Literal["vector", "rows", "numbers"]
@@ -35,7 +35,7 @@ def check_tensor(
     info = context.vectors.info(name)
     if info is None:
         _refuse_name(field, name, context)
-    shape = shape_of(info)
+    shape = info.shape
     axes = {"vector": 1, "rows": 2, "numbers": 1}[form]
     if form == "rows" and len(shape) == 1:
         shape = (1, *shape)
@@ -58,13 +58,6 @@ def check_tensor(
     return {"vector": 1, "rows": shape[-2] if axes == 2 else 1, "numbers": shape[-1]}[
         form
     ]
-
-
-def shape_of(info: VectorInfo) -> tuple[int, ...]:
-    """The tensor's shape."""
-    if info.shape:
-        return info.shape
-    return (info.width,) if info.layers is None else (info.layers, info.width)
 
 
 def values(vectors: VectorTable, name: str, form: Form, layer: int) -> Tensor:
@@ -100,21 +93,18 @@ def _refuse_name(field: str, name: str, context: Context) -> NoReturn:
     names = sorted(context.vectors.names())
     shown = ", ".join(names[:20]) or "none yet"
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    near = did_you_mean(name, names)
     raise SpecError(
         field,
         name,
         f"a registered vector: {shown}{more}",
-        f"write {near} (did you mean that?)"
-        if near
-        else "register it, or name another",
+        suggestion(name, names, "register it, or name another"),
     )
 
 
 def _refuse_shape(field: str, info: VectorInfo, allowed: str) -> NoReturn:
     raise SpecError(
         field,
-        f"{info.name} of shape {list(shape_of(info))}",
+        f"{info.name} of shape {list(info.shape)}",
         f"a vector with {allowed}",
         "use a vector made for this model and submodule",
     )

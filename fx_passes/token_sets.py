@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from eyesplice._errors import SpecError
-from eyesplice.fx_passes.plain import did_you_mean, join, plain
+from eyesplice.fx_passes.plain import join, plain, suggestion
 from eyesplice.ops.layout import INT32_MAX
 
 RULES: Final[dict[str, Callable[[str, str], bool]]] = {
@@ -14,6 +14,7 @@ RULES: Final[dict[str, Callable[[str, str], bool]]] = {
 """Each rule's test of a token's text against the rule's text."""
 
 MAX_RULE_TEXT: Final = 256
+_CORRECT: Final = "correct the token set"
 _WORD_START: Final = "\u2581"
 """SentencePiece's mark of a space before a token, which decoding one token drops."""
 
@@ -40,20 +41,20 @@ def check_token_set(value: object, path: str) -> list[int] | dict[str, str]:
         case dict() if len(found) == 1:
             ((rule, text),) = found.items()
             if rule not in RULES:
-                _refuse(path, value, did_you_mean(rule, RULES))
+                _refuse(path, value, suggestion(rule, RULES, _CORRECT))
             if not isinstance(text, str) or not 0 < len(text) <= MAX_RULE_TEXT:
                 _refuse(join(path, rule), text)
             return {rule: text}
     _refuse(path, value)
 
 
-def _refuse(path: str, value: object, near: str | None = None) -> NoReturn:
+def _refuse(path: str, value: object, remedy: str = _CORRECT) -> NoReturn:
     raise SpecError(
         path,
         value,
         'a list of token ids, {"decoded_endswith": text} or {"decoded_contains": text}, '
         f"text of 1 to {MAX_RULE_TEXT} characters",
-        f"write {near} (did you mean that?)" if near else "correct the token set",
+        remedy,
     )
 
 

@@ -13,18 +13,17 @@ from eyesplice.fx_passes.kernels import (
     WRITE_KERNELS,
     WriteKernel,
     is_own_op,
+    known_kernel,
 )
 from eyesplice.fx_passes.marked import normalise
 from eyesplice.fx_passes.models import WriteModel, check_own_fields, validate
 from eyesplice.fx_passes.origin import OWN, Origin
 from eyesplice.fx_passes.places import check_armed, check_printable, place
-from eyesplice.fx_passes.plain import did_you_mean, number, within
+from eyesplice.fx_passes.plain import number, within
 from eyesplice.fx_passes.sites import Submodule
 from eyesplice.fx_passes.tensors import Form, check_tensor
 
-KERNELS: Final = WRITE_KERNELS
-Kernel = WriteKernel
-
+_NO_OWN_OPS: Final = ". Ops of your own are not available in this version"
 _DEFAULTS: Final = {
     "offset": 0.0,
     "bias": 0.0,
@@ -138,7 +137,8 @@ def parse_write(
     """
     model = validate(WriteModel, value, path)
     with within(path):
-        kernel = _kernel(model.write)
+        note = _NO_OWN_OPS if is_own_op(model.write) else ""
+        kernel = known_kernel("write", model.write, WRITE_KERNELS, note)
         check_own_fields("write", kernel, model)
         tensors = origin.tensors(model, WRITE_FIELDS[kernel], value)
         check_printable("name", model.name)
@@ -188,22 +188,6 @@ def _own(key: str, kernel: WriteKernel, model: WriteModel) -> float | str | None
     if value is None and key in _DEFAULTS and kernel != "affine":
         return _DEFAULTS[key]
     return value if value is None or isinstance(value, str) else number(value)
-
-
-def _kernel(name: str) -> WriteKernel:
-    for kernel in WRITE_KERNELS:
-        if name == kernel:
-            return kernel
-    note = ""
-    if is_own_op(name):
-        note = ". Ops of your own are not available in this version"
-    near = did_you_mean(name, WRITE_KERNELS)
-    raise SpecError(
-        "write",
-        name,
-        f"the write kernels {', '.join(WRITE_KERNELS)}{note}",
-        f"write {near} (did you mean that?)" if near else "use one of these kernels",
-    )
 
 
 def _check_numbers(kernel: WriteKernel, model: WriteModel) -> None:

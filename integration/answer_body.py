@@ -185,8 +185,7 @@ def _score(
         within = _within(function.over, positions, asked.prompt_len)
         positions, rows = _reduced(function.reduce, positions[within], rows[within])
     rows = rows.clip(-_FLOAT32_MAX, _FLOAT32_MAX)
-    one = asked.program is None or function.kernel != "sae"
-    values = rows[:, 0].tolist() if one else rows.tolist()
+    values = rows.tolist() if function.kernel == "sae" else rows[:, 0].tolist()
     return {"layer": layer, "values": values, "positions": positions.tolist()}
 
 

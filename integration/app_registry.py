@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +17,10 @@ from eyesplice.fx_passes.lowering import lower
 from eyesplice.fx_passes.request import parse_request
 from eyesplice.fx_passes.sites import Site, Submodule, parse_submodule
 from eyesplice.fx_passes.token_sets import resolve_all
+from eyesplice.integration.config import KEY, NO_FAMILY
 from eyesplice.integration.vectors import VectorRegistry
 from eyesplice.ops.layout import Family
 
-KEY: Final = "eyesplice"
 _WORD_BITS: Final = 32
 
 
@@ -133,9 +133,9 @@ class Needs:
         functions: the names of each app's functions, as answers have them.
     """
 
-    sites: frozenset[Site]
-    families: Family
-    functions: Mapping[str, tuple[str, ...]]
+    sites: frozenset[Site] = frozenset()
+    families: Family = NO_FAMILY
+    functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, apps: AppRegistry, context: Context) -> "Needs":
@@ -147,7 +147,7 @@ class Needs:
             SpecError: an app that this model cannot serve.
         """
         sites: set[Site] = set()
-        families = Family(0)
+        families = NO_FAMILY
         functions: dict[str, tuple[str, ...]] = {}
         for name in apps.names:
             request = parse_request({KEY: {"apps": {name: {}}}}, context)

@@ -17,6 +17,7 @@ from eyesplice.fx_passes.sites import (
     parse_layers,
     parse_submodule,
 )
+from eyesplice.ops.families import FAMILIES, FamilyName
 from eyesplice.ops.layout import ALL_FAMILIES, Family
 
 KEY: Final = "eyesplice"
@@ -24,33 +25,6 @@ PASS_NAME: Final = "eyesplice.splice_pass"
 CONFIG_VARIABLE: Final = "EYESPLICE_CONFIG"
 
 _LATER: Final = ("dose", "h_norms")
-
-FamilyName = Literal[
-    "add",
-    "rank1",
-    "affine",
-    "replace",
-    "mask",
-    "router",
-    "reads",
-    "gates",
-    "capture",
-    "preserve_norm",
-]
-
-FAMILIES: Final[dict[FamilyName, Family]] = {
-    "add": Family.ADD,
-    "rank1": Family.RANK1,
-    "affine": Family.AFFINE,
-    "replace": Family.REPLACE,
-    "mask": Family.MASK,
-    "router": Family.ROUTER,
-    "reads": Family.READ,
-    "gates": Family.GATE,
-    "capture": Family.CAPTURE,
-    "preserve_norm": Family.PRESERVE_NORM,
-}
-"""The names of the op families in the configuration."""
 
 NO_FAMILY: Final = Family(0)
 
@@ -149,8 +123,7 @@ class EyespliceConfig(BaseModel):
             case None:
                 chosen |= _at(BOUNDARY_SUBMODULES, range(num_layers)) | set(needed)
             case "all":
-                names = [s for s in SUBMODULES if num_experts or s != "router.logits"]
-                chosen |= _at(names, range(num_layers))
+                chosen |= every_site(num_layers, num_experts)
             case _:
                 for entry in self.sites:
                     chosen |= _entry(entry, num_layers)
@@ -168,6 +141,12 @@ class EyespliceConfig(BaseModel):
             elif site.submodule == "residual.pre" and site.layer:
                 chosen.add(Site(site.layer - 1, "residual.post"))
         return frozenset(chosen)
+
+
+def every_site(num_layers: int, num_experts: int) -> frozenset[Site]:
+    """The sites that a model of these sizes can have."""
+    names = [s for s in SUBMODULES if num_experts or s != "router.logits"]
+    return _at(names, range(num_layers))
 
 
 def _several(value: list[str] | str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """What one engine deploys, rebuilt alike in every process from its `VllmConfig`."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,14 @@ from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import salt
 from eyesplice.fx_passes.report import SpliceReport
-from eyesplice.fx_passes.sites import SUBMODULES, Site
+from eyesplice.fx_passes.sites import Site
 from eyesplice.integration.app_registry import AppRegistry, Needs, TokenSets
-from eyesplice.integration.config import KEY, EyespliceConfig, parse_config
+from eyesplice.integration.config import (
+    KEY,
+    EyespliceConfig,
+    every_site,
+    parse_config,
+)
 from eyesplice.integration.shape import ModelShape
 from eyesplice.integration.vectors import VectorRegistry
 from eyesplice.ops.layout import ALL_FAMILIES, Family
@@ -75,25 +80,29 @@ class Deployment:
         token_sets = TokenSets.resolve(
             apps.token_sets(), config.token_sets, shape.vocab_size, model
         )
-        every = _every_site(shape)
-        world = _Parts(config, shape, registry, apps, token_sets)
-        needs = Needs.of(apps, world.context(dict.fromkeys(every), ALL_FAMILIES))
-        registry.freeze()
-        wanted = config.wanted(shape.num_layers, shape.num_experts, needs.sites)
-        families = config.families(needs.families)
-        # The user may have left out a site or an op that an app needs.
-        Needs.of(apps, world.context(dict.fromkeys(wanted), families))
-        return cls(
+        # Whatever the apps use is there, until it is known what that is.
+        anything = cls(
             config=config,
             shape=shape,
             dtype=model.dtype,
             registry=registry,
             apps=apps,
             token_sets=token_sets,
-            needs=needs,
-            wanted=wanted,
-            families=families,
+            needs=Needs(),
+            wanted=every_site(shape.num_layers, shape.num_experts),
+            families=ALL_FAMILIES,
         )
+        needs = Needs.of(apps, anything._context(dict.fromkeys(anything.wanted)))
+        registry.freeze()
+        found = replace(
+            anything,
+            needs=needs,
+            wanted=config.wanted(shape.num_layers, shape.num_experts, needs.sites),
+            families=config.families(needs.families),
+        )
+        # The user may have left out a site or an op that an app needs.
+        Needs.of(apps, found._context(dict.fromkeys(found.wanted)))
+        return found
 
     def context(self, report: SpliceReport, disabled: Iterable[str] = ()) -> Context:
         """What requests can name, given what the pass armed.
@@ -102,11 +111,29 @@ class Deployment:
             report: the site table.
             disabled: apps that new requests cannot name.
         """
-        armed: dict[Site, str | None] = {row.site: row.reason for row in report.rows}
-        parts = _Parts(
-            self.config, self.shape, self.registry, self.apps, self.token_sets
+        armed = {row.site: row.reason for row in report.rows}
+        return self._context(armed, frozenset(disabled))
+
+    def _context(
+        self, armed: Mapping[Site, str | None], disabled: frozenset[str] = frozenset()
+    ) -> Context:
+        config, shape = self.config, self.shape
+        defaults = config.default_apps
+        return Context(
+            num_layers=shape.num_layers,
+            armed=armed,
+            vectors=self.registry,
+            max_entries=config.max_entries,
+            widths=shape.widths(),
+            max_scores=config.max_scores,
+            vocab_size=shape.vocab_size,
+            families=self.families,
+            token_sets=self.token_sets.named(),
+            apps=self.apps.deployed(disabled),
+            default_apps=tuple(name for name in defaults if name not in disabled),
+            num_experts=shape.num_experts,
+            experts_per_token=shape.experts_per_token,
         )
-        return parts.context(armed, self.families, frozenset(disabled))
 
     def token_set_rows(self) -> Tensor:
         """int32 `[token_sets, ceil(vocabulary / 32)]` on the CPU, a bit per token id."""
@@ -183,51 +210,6 @@ def switched_on(vllm_config: Any) -> EyespliceConfig | None:
     additional = vllm_config.additional_config
     value = additional.get(KEY) if isinstance(additional, dict) else None
     return parse_config(value) if value is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What a context is made of, whatever is armed."""
-
-    config: EyespliceConfig
-    shape: ModelShape
-    registry: VectorRegistry
-    apps: AppRegistry
-    token_sets: TokenSets
-
-    def context(
-        self,
-        armed: dict[Site, str | None],
-        families: Family,
-        disabled: frozenset[str] = frozenset(),
-    ) -> Context:
-        config, shape = self.config, self.shape
-        defaults = config.default_apps
-        return Context(
-            num_layers=shape.num_layers,
-            armed=armed,
-            vectors=self.registry,
-            max_entries=config.max_entries,
-            widths=shape.widths(),
-            max_scores=config.max_scores,
-            vocab_size=shape.vocab_size,
-            families=families,
-            token_sets=self.token_sets.named(),
-            apps=self.apps.deployed(disabled),
-            default_apps=tuple(name for name in defaults if name not in disabled),
-            num_experts=shape.num_experts,
-            experts_per_token=shape.experts_per_token,
-        )
-
-
-def _every_site(shape: ModelShape) -> frozenset[Site]:
-    """The sites that a model of this shape can have."""
-    return frozenset(
-        Site(layer, name)
-        for name in SUBMODULES
-        for layer in range(shape.num_layers)
-        if shape.num_experts or name != "router.logits"
-    )
 
 
 def _bank_width(config: EyespliceConfig, shape: ModelShape, apps: AppRegistry) -> int:

@@ -1,6 +1,5 @@
 """The registry of steering vectors: read from a folder, stored as rows of the bank."""
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eyesplice._errors import SpecError
+from eyesplice.fx_passes.app_tensors import DTYPES, digest
 from eyesplice.fx_passes.context import VectorInfo
 
-_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FIRST_ROW: Final = 1
 """Row 0 of the bank is all zeros."""
 
@@ -145,13 +144,7 @@ class VectorRegistry:
             )
         first = self._append(f"vector {name}", rows)
         self._stored[name] = _Stored(
-            VectorInfo(
-                name,
-                _digest(tensor),
-                layers=None if tensor.dim() == 1 else tensor.shape[0],
-                width=tensor.shape[-1],
-                shape=tuple(tensor.shape),
-            ),
+            VectorInfo(name, digest(tensor.detach().contiguous()), tuple(tensor.shape)),
             first,
             tuple(rows.double().square().sum(dim=-1).tolist()),
         )
@@ -245,7 +238,11 @@ def _check(name: str, tensor: Tensor, width: int) -> None:
             "store it as one",
         )
     shape = list(tensor.shape)
-    if tensor.dtype not in _DTYPES or tensor.dim() not in (1, 2, 3) or 0 in shape:
+    if (
+        tensor.dtype not in DTYPES.values()
+        or tensor.dim() not in (1, 2, 3)
+        or 0 in shape
+    ):
         raise SpecError(
             f"vector {name}",
             f"{tensor.dtype} {shape}",
@@ -262,11 +259,3 @@ def _check(name: str, tensor: Tensor, width: int) -> None:
         )
     if not tensor.isfinite().all():
         raise SpecError(f"vector {name}", "NaN or Inf", "finite values", "make it anew")
-
-
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
-    digest.update(
-        tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    )
-    return "sha256:" + digest.hexdigest()

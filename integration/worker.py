@@ -178,7 +178,7 @@ def _allocate(
         scores=config.max_scores,
         capture_rows=config.capture_rows,
         token_sets=config.token_sets,
-        vocab_size=vllm_config.model_config.get_vocab_size(),
+        vocab_size=deployment.shape.vocab_size,
     )
     buffers = Buffers.allocate(plan, sizes, dtype=deployment.dtype, device=device)
     rows = registry.bank

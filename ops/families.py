@@ -1,9 +1,36 @@
-"""Which opcodes a deployment's families bring."""
+"""The op families: their names, and which opcodes they bring."""
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
 from eyesplice.ops.layout import Family, Opcode
+
+FamilyName = Literal[
+    "add",
+    "rank1",
+    "affine",
+    "replace",
+    "mask",
+    "router",
+    "reads",
+    "gates",
+    "capture",
+    "preserve_norm",
+]
+
+FAMILIES: Final[dict[FamilyName, Family]] = {
+    "add": Family.ADD,
+    "rank1": Family.RANK1,
+    "affine": Family.AFFINE,
+    "replace": Family.REPLACE,
+    "mask": Family.MASK,
+    "router": Family.ROUTER,
+    "reads": Family.READ,
+    "gates": Family.GATE,
+    "capture": Family.CAPTURE,
+    "preserve_norm": Family.PRESERVE_NORM,
+}
+"""What the configuration calls them."""
 
 FAMILY_OF: Final = {
     Opcode.NONE: Family(0),

@@ -46,9 +46,7 @@ class Vectors:
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
-        shape = tuple(tensor.shape)
-        layers = None if tensor.ndim == 1 else tensor.shape[0]
-        return VectorInfo(name, f"sha256:{name}", layers, shape[-1], shape)
+        return VectorInfo(name, f"sha256:{name}", tuple(tensor.shape))
 
     def row(self, name: str, layer: int) -> int:
         tensor = self.tensors[name]

@@ -31,7 +31,7 @@ class Engine:
         return SiteRow(Site(0, "mlp.post"), "fused", "mul", "[s1, 8]"), missing
 
     def vectors(self):
-        return (VectorInfo("a/v", "sha256:2", None, 8, (8,)),)
+        return (VectorInfo("a/v", "sha256:2", (8,)),)
 
     def bank_use(self):
         return 2, 64

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyesplice import SpecError
+from eyesplice.fx_passes.kernels import WRITE_KERNELS
 from eyesplice.fx_passes.lowering import lower
 from eyesplice.fx_passes.request import (
-    KERNELS,
     Request,
     Write,
     parse_canonical,
@@ -424,7 +424,7 @@ def fitting(write):
     return write
 
 
-writes = st.sampled_from(KERNELS).flatmap(
+writes = st.sampled_from(WRITE_KERNELS).flatmap(
     lambda kernel: st.builds(
         lambda common, own: fitting({"write": kernel, **common, **own}),
         st.fixed_dictionaries(
