@@ -12,7 +12,7 @@ import json
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,13 +41,19 @@ MAX_REPLAYS: Final = 60
 DTYPE: Final = torch.bfloat16
 
 SWEEP: Final = tuple(
-    Launch(warps, tokens, registers)
-    for warps in (1, 2, 4, 8, 16, 32)
-    for tokens in (1, 2)
-    for registers in (None, 40, 64)
+    Launch(0, registers, early)
+    for registers, early in (
+        (None, 0),
+        (64, 0),
+        (48, 0),
+        (40, 0),
+        (32, 0),
+        (None, 1),
+        (None, 2),
+        (40, 2),
+    )
 )
-ELEMENTS: Final = range(8, 33)
-"""Row elements a thread may hold in a sweep."""
+"""Launches of a sweep; their warps are those of `choose_launch`, which fix the bits."""
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`(branch, stream) -> (normed, stream)`."""
@@ -254,15 +260,22 @@ def measure(inputs: Inputs, compiled: Any) -> dict[str, float]:
 
 
 def sweep(inputs: Inputs, compiled: Any) -> list[dict[str, Any]]:
-    """Idle microseconds over Inductor's for every launch of `SWEEP`, best first."""
-    block = 1 << (inputs.stream.shape[1] - 1).bit_length()
-    some = [item for item in SWEEP if block // (32 * item.warps) in ELEMENTS]
+    """Microseconds over Inductor's for every launch of `SWEEP`, idle and active."""
+    num_tokens, hidden_size = inputs.stream.shape
+    warps = launch.choose_launch(hidden_size, num_tokens, max(TOKENS)).warps
+    some = [
+        (replace(chosen, warps=warps), vectors)
+        for chosen in SWEEP
+        for vectors in VECTORS
+    ]
     steps = [inductor_step(inputs, compiled)]
-    steps += [splice_step(inputs, 0, chosen) for chosen in some]
-    base, *rest = time_in_turn([capture(inputs, step) for step in steps], CELL_SECONDS)
-    pairs = zip(some, rest, strict=True)
-    found = [{**asdict(chosen), "us": us - base} for chosen, us in pairs]
-    return sorted(found, key=lambda item: item["us"])
+    steps += [splice_step(inputs, vectors, chosen) for chosen, vectors in some]
+    chains = [capture(inputs, step) for step in steps]
+    base, *rest = time_in_turn(chains, 4 * CELL_SECONDS)
+    return [
+        {**asdict(chosen), "vectors": vectors, "us": us - base}
+        for (chosen, vectors), us in zip(some, rest, strict=True)
+    ]
 
 
 def run_cell(
@@ -318,8 +331,8 @@ def show(console: Console, cells: Sequence[dict[str, Any]]) -> None:
         )
     console.print(table)
     for cell in cells:
-        for best in cell.get("sweep", [])[:3]:
-            console.print(cell["hidden"], cell["tokens"], best)
+        for found in cell.get("sweep", []):
+            console.print(cell["hidden"], cell["tokens"], found)
 
 
 def machine() -> dict[str, str]:

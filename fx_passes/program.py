@@ -29,6 +29,7 @@ from eyesplice.ops.layout import (
     Stage,
     Word,
 )
+from eyesplice.ops.simple import simple
 
 FLOAT32_LIMIT: Final = 3.4e38
 """Largest magnitude of a number that goes into a table; also "no bound" of a clamp."""
@@ -217,7 +218,8 @@ def pack(entries: Sequence[Entry], max_entries: int) -> Tensor:
             for stage in Stage
         ]
         words = [_words(entry) for entry in sorted(entries, key=lambda e: e.stage)]
-        packed[0, : len(Header)] = torch.tensor(ends + writes, dtype=torch.int32)
+        header = [*ends, *writes, simple(entries)]
+        packed[0, : len(Header)] = torch.tensor(header, dtype=torch.int32)
         packed[1 : 1 + len(words), : len(Word)] = torch.tensor(words, dtype=torch.int32)
     return packed
 

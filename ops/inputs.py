@@ -24,6 +24,7 @@ from eyesplice.ops.layout import (
     Stage,
     Word,
 )
+from eyesplice.ops.simple import simple
 from eyesplice.ops.work import Work, empty_work
 
 POISON: Final = 0x7FC00000
@@ -146,6 +147,7 @@ def pack_programs(
             header[stage] = sum(entry.stage <= stage for entry in entries)
             writes = any(entry.writes for entry in entries if entry.stage == stage)
             header[Header.WRITES_BRANCH + stage] = int(writes)
+        header[Header.SIMPLE] = simple(entries)
         slots = [header, *map(pack, entries)]
         rows.append(slots + [trap] * (1 + max_entries - len(slots)))
     return torch.tensor(rows, dtype=torch.int32)

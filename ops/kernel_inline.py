@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from eyesplice.ops.kernel_program import run_entries
+from eyesplice.ops.kernel_program import prefetch, run_entries
 from eyesplice.ops.layout import Family, Header
 
 _END = tl.constexpr(int(Header.END_BRANCH))
@@ -51,16 +51,19 @@ def inline_kernel(
             before = tl.load(p_select + t)
             o_h = tl.arange(0, BLOCK)
             m_h = o_h < W
+            ahead = prefetch(p_row, first, last, p_bank, bank_stride, o_h, m_h)
             p_h = p_value + t.to(tl.int64) * value_stride + o_h
             b_h = tl.load(p_h, mask=m_h, other=0.0).to(tl.float32)
-            b_h, select = run_entries(
+            b_h, select, ahead = run_entries(
                 b_h,
                 before,
+                ahead,
                 o_h,
                 m_h,
                 t,
                 p_row,
                 first,
+                last,
                 last,
                 p_select,
                 p_bank,

@@ -24,6 +24,8 @@ from eyesplice.ops.layout import MAX_FUNCTIONS, WORDS, Family, Opcode
 _WORDS = tl.constexpr(WORDS)
 _MAX_FUNCTIONS = tl.constexpr(MAX_FUNCTIONS)
 
+_ADD = tl.constexpr(int(Opcode.ADD))
+_ROUTER = tl.constexpr(int(Opcode.ROUTER))
 _READ = tl.constexpr(int(Opcode.READ))
 _CAPTURE = tl.constexpr(int(Opcode.CAPTURE))
 _COMPARE = tl.constexpr(int(Opcode.COMPARE))
@@ -34,7 +36,7 @@ _FAMILY_CAPTURE = tl.constexpr(int(Family.CAPTURE))
 
 
 @triton.jit
-def _count(t, acts, select, counter, p_entry, work):
+def count_entry(t, acts, select, counter, p_entry, work):
     """counts[slot] += (whether the entry acts, whether it would but for its gate)."""
     slot = tl.load(work.slot_of_token + t)
     p_count = work.counts + slot * (2 * _MAX_FUNCTIONS) + counter - 1
@@ -45,15 +47,43 @@ def _count(t, acts, select, counter, p_entry, work):
 
 
 @triton.jit
+def _vector(p_bank, bank_stride, opcode, u, o_h, m_h):
+    """`[BLOCK]` bank[u] as stored, zero for an opcode that has no such row."""
+    m_u = tl.where((opcode >= _ADD) & (opcode <= _ROUTER), m_h, False)
+    p_u = p_bank + u.to(tl.int64) * bank_stride + o_h
+    return tl.load(p_u, mask=m_u, other=0.0)
+
+
+@triton.jit
+def prefetch(p_row, first, end, p_bank, bank_stride, o_h, m_h):
+    """What `run_entries` needs of entries first and first + 1 to begin with `first`.
+
+    The words of an entry say which vector it needs, so a row is two loads behind; of
+    the entries of one program, those loads are in flight together.
+    """
+    p_entry = p_row + (1 + first) * _WORDS
+    some = first < end
+    more = first + 1 < end
+    opcode = tl.load(p_entry + OPCODE, mask=some, other=0)
+    u = tl.load(p_entry + U, mask=some, other=0)
+    next_opcode = tl.load(p_entry + _WORDS + OPCODE, mask=more, other=0)
+    next_u = tl.load(p_entry + _WORDS + U, mask=more, other=0)
+    b_u = _vector(p_bank, bank_stride, opcode, u, o_h, m_h)
+    return opcode, u, b_u, next_opcode, next_u
+
+
+@triton.jit
 def run_entries(
     b_h,
     select,
+    ahead,
     o_h,
     m_h,
     t,
     p_row,
     first,
     last,
+    end,
     p_select,
     p_bank,
     bank_stride,
@@ -63,24 +93,38 @@ def run_entries(
     FAMILIES: tl.constexpr,
     OPCODES: tl.constexpr,
 ):
-    """(h, select) of token t after entries first .. last - 1, see `Opcode`.
+    """(h, select, ahead) of token t after entries first .. last - 1, see `Opcode`.
 
-    `b_h` is `[BLOCK]` fp32, zero outside `m_h`; `p_row` is the row's header. What
-    `FAMILIES` leaves out is not compiled, and an opcode without its bit in `OPCODES`
-    does nothing. The caller stores `select`.
+    `b_h` is `[BLOCK]` fp32, zero outside `m_h`; `p_row` is the row's header; `ahead` is
+    what `prefetch` gave for `first`, and is returned for `last`; entries from `end` on
+    are not touched. What `FAMILIES` leaves out is not compiled, and an opcode without
+    its bit in `OPCODES` does nothing. The caller stores `select`.
     """
+    opcode, u, b_u, next_opcode, next_u = ahead
     for i in range(first, last):
         p_entry = p_row + (1 + i) * _WORDS
-        opcode = tl.load(p_entry + OPCODE)
+        # In flight while this entry runs: the next one's vector, and the words behind.
+        b_next = _vector(p_bank, bank_stride, next_opcode, next_u, o_h, m_h)
+        later_opcode = tl.load(p_entry + 2 * _WORDS + OPCODE, mask=i + 2 < end, other=0)
+        later_u = tl.load(p_entry + 2 * _WORDS + U, mask=i + 2 < end, other=0)
         clause_mask = tl.load(p_entry + CLAUSE_MASK)
-        u = tl.load(p_entry + U)
         gain = number(p_entry, GAIN)
         counter = tl.load(p_entry + COUNTER)
         works = (((OPCODES >> opcode) & 1) != 0) & (opcode < _COMPARE)
         acts = works & ((select & clause_mask) != 0)
         if acts:
             b_h = write(
-                b_h, o_h, m_h, opcode, u, gain, p_entry, p_bank, bank_stride, FAMILIES
+                b_h,
+                b_u.to(tl.float32),
+                o_h,
+                m_h,
+                opcode,
+                u,
+                gain,
+                p_entry,
+                p_bank,
+                bank_stride,
+                FAMILIES,
             )
             if _FAMILY_READ & FAMILIES:
                 if opcode == _READ:
@@ -104,5 +148,7 @@ def run_entries(
                     t, select, opcode, u, p_entry, p_select, work, score_stride
                 )
         if works & (counter > 0):
-            _count(t, acts, select, counter, p_entry, work)
-    return b_h, select
+            count_entry(t, acts, select, counter, p_entry, work)
+        opcode, u, b_u = next_opcode, next_u, b_next
+        next_opcode, next_u = later_opcode, later_u
+    return b_h, select, (opcode, u, b_u, next_opcode, next_u)

@@ -26,6 +26,16 @@ BIT = tl.constexpr(int(Word.BIT))
 
 
 @triton.jit
+def constant(p_word):
+    """A word that the kernels only read.
+
+    It is read again in every layer, with more weights in between than the cache holds:
+    `evict_last` keeps it there, and saves the way to memory.
+    """
+    return tl.load(p_word, eviction_policy="evict_last")
+
+
+@triton.jit
 def number(p_entry, WORD: tl.constexpr):
     """An fp32 field of an entry."""
     return tl.load(p_entry + WORD).to(tl.float32, bitcast=True)
@@ -35,4 +45,5 @@ def number(p_entry, WORD: tl.constexpr):
 def bank_row(p_bank, bank_stride, row, o_h, m_h):
     """`[BLOCK]` fp32, zero outside `m_h`."""
     p_u = p_bank + row.to(tl.int64) * bank_stride + o_h
-    return tl.load(p_u, mask=m_h, other=0.0).to(tl.float32)
+    b_u = tl.load(p_u, mask=m_h, other=0.0, eviction_policy="evict_last")
+    return b_u.to(tl.float32)

@@ -106,6 +106,7 @@ def _router(b_h, m_h, epsilon, b_u):
 @triton.jit
 def write(
     b_h,
+    b_u,
     o_h,
     m_h,
     opcode,
@@ -118,7 +119,8 @@ def write(
 ):
     """h after one entry that writes, see `Opcode`; as it was after any other entry.
 
-    `b_h` is `[BLOCK]` fp32, zero outside `m_h`, and so is the result.
+    `b_h` and `b_u`, the row bank[u], are `[BLOCK]` fp32, zero outside `m_h`, and so is
+    the result.
     """
     keep_norm = False
     length = 0.0
@@ -127,7 +129,6 @@ def write(
         if keep_norm:
             length = tl.sqrt(tl.sum(b_h * b_h, axis=0))
     if opcode <= _RANK1:
-        b_u = bank_row(p_bank, bank_stride, u, o_h, m_h)
         coefficient = gain
         if _FAMILY_RANK1 & FAMILIES:
             if opcode == _RANK1:
@@ -138,13 +139,12 @@ def write(
             b_h += gain * _affine(b_h, o_h, m_h, u, p_entry, p_bank, bank_stride)
     if _FAMILY_REPLACE & FAMILIES:
         if opcode == _REPLACE:
-            b_h += gain * (bank_row(p_bank, bank_stride, u, o_h, m_h) - b_h)
+            b_h += gain * (b_u - b_h)
     if _FAMILY_MASK & FAMILIES:
         if opcode == _MASK:
-            b_h += gain * b_h * bank_row(p_bank, bank_stride, u, o_h, m_h)
+            b_h += gain * b_h * b_u
     if _FAMILY_ROUTER & FAMILIES:
         if opcode == _ROUTER:
-            b_u = bank_row(p_bank, bank_stride, u, o_h, m_h)
             b_h = _router(b_h, m_h, gain, b_u)
     if _FAMILY_PRESERVE_NORM & FAMILIES:
         if keep_norm:

@@ -25,45 +25,72 @@ ROUTE_BLOCK: Final = 1024
 COLLECT_BLOCK: Final = 256
 """Tokens that an instance of the collect kernel reduces at once."""
 
-LARGE_BATCH: Final = 512
-"""Tokens from which rows in flight matter more than the wait of one row."""
+REGISTERS: Final = 65536
+"""32-bit registers of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a row kernel is launched.
+    """How a boundary is launched; all but `warps` change no bit of the result.
 
-    `warps` and `tokens` are an instance's; `registers` is the limit of a thread, which
-    decides how many instances share a multiprocessor (None: the compiler's choice).
+    Attributes:
+        warps: an instance's. They decide the order in which a row is summed.
+        registers: the limit of a thread, which decides how many instances share a
+            multiprocessor; None for the compiler's choice.
+        simple: whether programs that only add run on the idle tokens' path.
+        early: whether to start while the kernel before still runs.
     """
 
     warps: int
-    tokens: int = 1
     registers: int | None = None
+    simple: bool = True
+    early: bool = False
 
 
 def choose_launch(width: int, num_tokens: int, max_tokens: int) -> Launch:
     """Launch parameters for rows of `width` elements.
 
-    The warps decide the order in which a row is summed, so they never depend on the
-    batch: a token has the same bits in any. They are the ones that Inductor takes for
-    the same norm (`_persistent_reduction_configs` in torch 2.11), which makes an idle
-    row bit-identical to its: 8 elements of a row a thread; a single warp for short rows
-    of an engine with large steps.
+    The warps never depend on the batch: a token has the same bits in any. They are the
+    ones that Inductor takes for the same norm (`_persistent_reduction_configs` in torch
+    2.11), which makes an idle row bit-identical to its: 8 elements of a row a thread; a
+    single warp for short rows of an engine with large steps.
 
-    The loop over entries makes the compiler take 90 registers or more, which idle
-    tokens pay for too. In a large batch, where rows in flight matter more than the wait
-    for one, a limit makes it spill some 30 bytes instead; the bits stay.
+    The general part of the kernel makes the compiler take 124 registers, so that one
+    instance of 16 warps fills a multiprocessor. Once there are more rows than
+    multiprocessors, a limit lets two or three in, and the general part spills. Below 64
+    registers the loop over simple entries would spill on the idle path: it is left out.
 
     Args:
         width: elements of a row.
         num_tokens: rows of this launch.
         max_tokens: rows of the largest step of this engine.
     """
+    early = _starts_early()
     if width <= 1024 and max_tokens >= 1024:
-        return Launch(warps=1)
+        return Launch(warps=1, early=early)
     warps = min(max(_block(width) // 256, 1), 16)
-    return Launch(warps, registers=64 if num_tokens >= LARGE_BATCH else None)
+    rows = -(-num_tokens // _multiprocessors())
+    share = REGISTERS // (32 * warps * rows)
+    if share >= 128:
+        return Launch(warps, early=early)
+    if share >= 64:
+        return Launch(warps, registers=64, early=early)
+    return Launch(warps, registers=40, simple=False, early=early)
+
+
+@lru_cache
+def _multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return 1
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+@lru_cache
+def _starts_early() -> bool:
+    """Whether the device has programmatic dependent launch: NVIDIA's, from Hopper on."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def boundary_(
@@ -109,7 +136,9 @@ def boundary_(
     if num_tokens == 0:
         return normed
     launch = launch or choose_launch(hidden_size, num_tokens, row_of_token.numel())
-    boundary_kernel[(-(-num_tokens // launch.tokens),)](
+    values = [value for value in (stream, branch, pending) if value is not None]
+    dense = num_tokens == 1 or all(x.stride(0) == hidden_size for x in values)
+    boundary_kernel[(num_tokens,)](
         stream,
         branch,
         pending,
@@ -120,9 +149,7 @@ def boundary_(
         program,
         bank,
         state,
-        weight_offset,
         eps,
-        num_tokens,
         stream.stride(0),
         0 if branch is None else branch.stride(0),
         0 if pending is None else pending.stride(0),
@@ -132,15 +159,20 @@ def boundary_(
         state.capture.stride(0),
         H=hidden_size,
         BLOCK=_block(hidden_size),
-        TOKENS=launch.tokens,
+        DENSE=dense,
         HAS_BRANCH=branch is not None,
         HAS_PENDING=pending is not None,
         DEFER=defer,
+        WEIGHT_OFFSET=weight_offset,
         ROUND_BEFORE_WEIGHT=round_before_weight,
         FAMILIES=int(families),
         OPCODES=opcodes_of(families),
+        EARLY=launch.early,
+        SIMPLE=launch.simple,
+        RELOAD=not launch.simple,
         num_warps=launch.warps,
         maxnreg=launch.registers,
+        launch_pdl=launch.early,
     )
     return normed
 

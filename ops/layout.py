@@ -246,6 +246,9 @@ class Header(IntEnum):
     Entries of stage s occupy slots 1 + END[s-1] .. END[s], so `END_BRANCH` is also the
     number of branch entries, and `END_NORMED` the number of entries of the row. WRITES
     is 1 where a stage has an entry that changes its value.
+
+    SIMPLE is how many entries a row has that only adds, and GENERAL for any other row:
+    see `eyesplice.ops.simple`.
     """
 
     END_BRANCH = 0
@@ -254,6 +257,11 @@ class Header(IntEnum):
     WRITES_BRANCH = 3
     WRITES_STREAM = 4
     WRITES_NORMED = 5
+    SIMPLE = 6
+
+
+GENERAL: Final = -1
+"""What `Header.SIMPLE` holds for a row that does more than add."""
 
 
 class Slot(IntEnum):

@@ -11,7 +11,16 @@ from eyesplice.ops.inputs import (
     poisoned,
     random_case,
 )
-from eyesplice.ops.layout import Opcode, Stage
+from eyesplice.ops.layout import (
+    GENERAL,
+    PRESERVE_NORM,
+    Function,
+    Header,
+    Opcode,
+    Stage,
+)
+from eyesplice.ops.simple import simple
+from eyesplice.ops.work import empty_work
 from tests.kernels import ruler
 
 ON_GPU = torch.cuda.is_available()
@@ -94,11 +103,120 @@ def test_options(name, dtype, device):
     check(case)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("simple", [True, False])
 @pytest.mark.parametrize(("warps", "registers"), [(1, None), (4, 40), (16, 32)])
-def test_launch_parameters(warps, registers, tokens, device):
+def test_launch_parameters(warps, registers, simple, device):
     case = random_case(19, 576, torch.bfloat16, seed=3, device=device)
-    check(case, launch=launch.Launch(warps, tokens, registers))
+    check(case, launch=launch.Launch(warps, registers, simple))
+
+
+USED = (1, 3, 6, 7, 8)
+"""Rows of a random case's bank that are not poison."""
+
+
+def simple_entry(i, has_branch, counted):
+    """Every third projects, every fourth of the others is on x if there is one."""
+    project = i % 3 == 2
+    on_branch = has_branch and i % 4 == 1 and not project
+    return Entry(
+        Opcode.RANK1 if project else Opcode.ADD,
+        Stage.BRANCH if on_branch else Stage.STREAM,
+        u=USED[i % 5],
+        v=USED[(i + 1) % 5],
+        gain=0.5 - 0.1 * i,
+        in_scale=0.02,
+        bias=0.1,
+        clause_mask=1 << (i % 3),
+        counter=1 + i if counted else 0,
+        bit=1 << (i % 3),
+    )
+
+
+def simple_programs(device, dtype, has_branch=True, counted=False):
+    """A case whose eight programs add with 1 to 8 entries; every ninth token is idle."""
+    tokens, width = 40, 576
+    case = random_case(
+        tokens, width, dtype, seed=9, device=device, has_branch=has_branch
+    )
+    programs = [
+        [simple_entry(i, has_branch, counted) for i in range(count)]
+        for count in range(1, 9)
+    ]
+    case.row_of_token[:tokens] = torch.arange(tokens) % 9
+    work = empty_work(tokens, 9, 3, 5, width, dtype, device)
+    work.slot_of_token.copy_(case.row_of_token[:tokens])
+    return dataclasses.replace(
+        case,
+        programs=tuple(map(tuple, programs)),
+        program=pack_programs(programs, 8).to(device),
+        work=work,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_branch", [True, False])
+def test_programs_that_only_add(has_branch, dtype, device):
+    case = simple_programs(device, dtype, has_branch)
+    assert case.program[1:, 0, Header.SIMPLE].tolist() == list(range(1, 9))
+    check(case, launch=launch.Launch(4))
+
+
+def test_receipts_of_programs_that_only_add(device):
+    """The idle tokens' path counts what the general part counts."""
+    counts = []
+    for chosen in (launch.Launch(4), launch.Launch(4, simple=False)):
+        case = simple_programs(device, torch.bfloat16, counted=True)
+        run(case, launch=chosen)
+        counts.append(case.work.counts)
+    assert counts[0].sum() > 0
+    assert torch.equal(*counts)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([], 0),
+        ([Entry(Opcode.ADD, Stage.BRANCH, 1), Entry(Opcode.ADD, Stage.STREAM, 1)], 2),
+        ([Entry(Opcode.RANK1, Stage.STREAM, 1)], 1),
+        ([Entry(Opcode.RANK1, Stage.BRANCH, 1)], GENERAL),
+        ([Entry(Opcode.ADD, Stage.NORMED, 1)], GENERAL),
+        ([Entry(Opcode.ADD, Stage.STREAM, 1, flags=PRESERVE_NORM)], GENERAL),
+        ([Entry(Opcode.RANK1, Stage.STREAM, 1, function=Function.RELU)], GENERAL),
+        ([Entry(Opcode.READ, Stage.STREAM, 1)], GENERAL),
+        (
+            [Entry(Opcode.ADD, Stage.STREAM, 1), Entry(Opcode.MASK, Stage.STREAM, 1)],
+            GENERAL,
+        ),
+    ],
+)
+def test_what_is_simple(entries, expected):
+    assert simple(entries) == expected
+
+
+def test_an_early_launch_waits_for_the_kernel_before(device):
+    """The branch comes from a long product that has not ended when the op starts."""
+    if device != "cuda":
+        pytest.skip("the interpreter runs one kernel after the other")
+    case = random_case(64, 4096, torch.bfloat16, seed=8, device=device)
+    factor = torch.eye(4096, dtype=torch.bfloat16, device=device)
+    expected = run(case)
+
+    def step():
+        stream = case.stream.clone()
+        branch = torch.full_like(case.branch, torch.nan)
+        torch.mm(case.branch, factor, out=branch)
+        head = (stream, branch, case.weight, case.weight_offset, case.eps)
+        chosen = launch.Launch(16, early=True)
+        return stream, launch.boundary_(*head, *case.tables, launch=chosen)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for _ in range(200):
+        graph.replay()
+        for value, known in zip(results, expected, strict=True):
+            assert same_bits(value, known)
 
 
 def test_round_before_weight(device):
