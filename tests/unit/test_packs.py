@@ -399,9 +399,12 @@ def test_steermoe_chooses_the_largest_differences():
     chosen = steermoe.choose(risk, activate=3, deactivate=2, top_k=2, layers=[4, 9])
     assert chosen.activate == {4: [0, 1], 9: [0]}
     assert chosen.deactivate == {9: [1, 2]}
-    everything = steermoe.choose(risk, activate=99, deactivate=99, top_k=4)
-    assert everything.activate == {0: [0, 1, 2], 1: [0]}
+    everything = steermoe.choose(risk, activate=99, deactivate=99, top_k=1)
+    assert everything.activate == {0: [0], 1: [0]}
     assert everything.deactivate == {0: [3], 1: [1, 2]}
+    # A token that goes to three of four experts can be kept from one.
+    assert steermoe.choose(risk, 99, 99, top_k=3).deactivate == {0: [3], 1: [1]}
+    assert steermoe.choose(risk, 99, 99, top_k=4) == ({0: [0, 1, 2], 1: [0]}, {})
     nothing = steermoe.choose(risk, activate=0, deactivate=1, top_k=2)
     assert nothing == ({}, {1: [1]})
     (entry,) = steermoe.app(*chosen).functions
