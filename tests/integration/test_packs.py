@@ -102,9 +102,9 @@ def _seal(o: Oracle) -> dict[str, Case]:
     execution, reflection, transition = (_last(o, g, POST, 1) for g in groups)
     others = torch.cat([reflection, transition])
     s = execution.mean(dim=0) - others.mean(dim=0)
-    made = seal.app(seal.fit(execution, reflection, transition), layer=1, scale=1.5)
+    vector = seal.fit(execution, reflection, transition)
     # There is no tokenizer that could tell which tokens end with a blank line.
-    app = App(made.name, made.functions, made.tensors, {"blank_line": BLANK_LINES})
+    app = seal.app(vector, layer=1, scale=1.5, token_ids=BLANK_LINES)
 
     def functions(ids: Sequence[int]) -> list[Fn]:
         when = f.all_of(judge.generated, f.token_in(ids, BLANK_LINES))

@@ -191,6 +191,12 @@ def test_seal_vector_and_trigger():
     assert app.token_sets == {"blank_line": {"decoded_endswith": "\n\n"}}
     assert steer["when"] == "generated and token_in(blank_line)"
     assert (steer["layers"], steer["scale"]) == ([20], 0.5)
+    listed = seal.app(vector, 20, 0.5, token_ids=range(271, 197, -73))
+    assert listed.token_sets == {"blank_line": [198, 271]}
+    assert listed.functions == app.functions
+    for none in ([], [-1], [1.5]):
+        with pytest.raises(m.SpecError, match="blank_line"):
+            seal.app(vector, 20, token_ids=none)
 
 
 def test_cast_vector_is_the_first_component_of_the_centred_pairs():
