@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyesplice import SpecError
+from eyesplice.fx_passes.order import place_of
 from eyesplice.fx_passes.sites import (
     ALIASES,
     BOUNDARY_SUBMODULES,
@@ -52,6 +53,21 @@ def test_name_and_alias_mean_the_same(name):
 def test_other_submodules_are_refused(text):
     with pytest.raises(SpecError, match=r"residual\.pre, attention\.pre"):
         parse_submodule(text)
+
+
+def test_places_are_in_the_order_of_the_forward_pass():
+    # As a decoder layer computes: a router stands in its MLP, before what that gives.
+    layer = (
+        *("residual.pre", "attention.pre", "attention.heads", "attention.post"),
+        *("residual.mid", "mlp.pre", "router.logits", "mlp.post", "residual.post"),
+    )
+    assert layer == SUBMODULES
+    sites = [Site(number, name) for number in range(3) for name in layer]
+    assert sorted(sites[::-1], key=place_of) == sites
+    launches = [place_of(site).launch for site in sites]
+    kinds = ["pre", "pre", "heads", "mid", "mid", "mid", "router", "pre", "pre"] * 3
+    assert launches == sorted(launches)
+    assert [place_of(site).table.kind for site in sites] == kinds
 
 
 def test_one_stream_value_has_one_place():
