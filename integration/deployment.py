@@ -118,7 +118,6 @@ class Deployment:
         self, armed: Mapping[Site, str | None], disabled: frozenset[str] = frozenset()
     ) -> Context:
         config, shape = self.config, self.shape
-        defaults = config.default_apps
         return Context(
             num_layers=shape.num_layers,
             armed=armed,
@@ -130,7 +129,7 @@ class Deployment:
             families=self.families,
             token_sets=self.token_sets.named(),
             apps=self.apps.deployed(disabled),
-            default_apps=tuple(name for name in defaults if name not in disabled),
+            default_apps=config.default_apps,
             num_experts=shape.num_experts,
             experts_per_token=shape.experts_per_token,
         )

@@ -466,7 +466,7 @@ class Tokenizer:
 
 def test_token_sets_by_what_tokens_decode_to():
     def resolve(value, size=9):
-        return token_sets.resolve(value, Tokenizer(), size)
+        return token_sets.resolve_all({"set": value}, Tokenizer(), size)["set"]
 
     assert resolve({"decoded_endswith": "\n\n"}) == (1, 2, 4)
     assert resolve({"decoded_contains": "\n\n"}) == (1, 2, 4, 5)

@@ -9,6 +9,7 @@ import yaml
 
 import eyesplice
 from eyesplice import App, SpecError
+from eyesplice.fx_passes.request import parse_request
 from eyesplice.fx_passes.sites import BOUNDARY_SUBMODULES, Site
 from eyesplice.integration.app_registry import AppRegistry, TokenSets
 from eyesplice.integration.default_apps import AppSwitches
@@ -57,7 +58,20 @@ def test_apps_become_part_of_the_bank_and_of_what_requests_see(saved):
     assert deployment.needs.functions == {"b": ("b/0",), "a": ("a/0",)}
     context = deployment.context(all_armed(deployment), disabled=["a"])
     assert not context.apps["a"].enabled and context.apps["b"].enabled
-    assert context.default_apps == ()
+
+
+def test_a_disabled_default_app_is_passed_over(saved):
+    folders = saved(steer("a"), steer("b", seed=1))
+    deployment = build({"apps": folders, "default": ["a", "b"]})
+
+    def applied(*disabled):
+        context = deployment.context(all_armed(deployment), disabled)
+        found = parse_request(None, context)
+        return None if found is None else found.apps
+
+    assert applied() == ("a", "b")
+    assert applied("a") == ("b",)
+    assert applied("a", "b") is None
 
 
 def test_equal_configurations_give_equal_tables(saved):
