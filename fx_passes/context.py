@@ -120,7 +120,7 @@ class Context:
         families: op families compiled in.
         token_sets: named token sets; those of an app are named `app/set`.
         apps: the deployed apps by name.
-        default_apps: apps of requests that name none.
+        default_apps: apps of requests that name none; disabled ones are passed over.
         num_experts: experts of a mixture layer, 0 for a dense model.
         experts_per_token: experts that each token goes to.
     """

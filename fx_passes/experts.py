@@ -25,7 +25,8 @@ def parse_experts(
 
     Raises:
         SpecError: another submodule, no experts at a layer, experts that are not there
-            or both activated and deactivated, or more activated than a token goes to.
+            or both activated and deactivated, more activated than a token goes to, or
+            fewer left than that.
     """
     by_layer = {
         key: _by_layer(key, getattr(model, key), context)
@@ -117,10 +118,19 @@ def _check_layer(
             f"experts that layer {layer} does not deactivate too",
             "leave it out of one of the lists",
         )
-    if len(up) > context.experts_per_token:
+    top_k, most = context.experts_per_token, context.num_experts
+    if len(up) > top_k:
         raise SpecError(
             "activate",
             f"{len(up)} experts at layer {layer}",
-            f"at most {context.experts_per_token}, the experts that a token goes to",
+            f"at most {top_k}, the experts that a token goes to",
             "activate fewer",
+        )
+    if len(down) > most - top_k:
+        raise SpecError(
+            "deactivate",
+            f"{len(down)} of {most} experts at layer {layer}",
+            f"at most {most - top_k}: a token goes to {top_k}, and which of the "
+            "deactivated ones it would go to is by chance",
+            "deactivate fewer",
         )

@@ -2,10 +2,12 @@
 
 from typing import Final, NamedTuple
 
-from eyesplice.fx_passes.sites import Site, Table, TableKind
+from eyesplice.fx_passes.sites import SUBMODULES, Site, Table, TableKind
 from eyesplice.ops.layout import Stage
 
-_KINDS: Final[tuple[TableKind, ...]] = ("pre", "heads", "mid", "router")
+_KINDS: Final[tuple[TableKind, ...]] = tuple(
+    dict.fromkeys(Site(0, submodule).table[0].kind for submodule in SUBMODULES)
+)
 """The tables of one layer number, in the order in which they run."""
 
 

@@ -25,9 +25,9 @@ Submodule = Literal[
     "attention.post",
     "residual.mid",
     "mlp.pre",
+    "router.logits",
     "mlp.post",
     "residual.post",
-    "router.logits",
 ]
 
 ALIASES: Final[dict[Submodule, str | None]] = {
@@ -37,9 +37,9 @@ ALIASES: Final[dict[Submodule, str | None]] = {
     "attention.post": "hook_attn_out",
     "residual.mid": "hook_resid_mid",
     "mlp.pre": "ln2.hook_normalized",
+    "router.logits": None,
     "mlp.post": "hook_mlp_out",
     "residual.post": "hook_resid_post",
-    "router.logits": None,
 }
 """Each submodule, in the order of the forward pass, with its TransformerLens name."""
 

@@ -58,27 +58,21 @@ def _refuse(path: str, value: object, remedy: str = _CORRECT) -> NoReturn:
     )
 
 
-def resolve(token_set: object, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """The token ids of one set, ascending.
+def resolve_all(
+    token_sets: Mapping[str, object], tokenizer: Any, vocab_size: int
+) -> dict[str, tuple[int, ...]]:
+    """The token ids of each set by name, ascending.
+
+    The vocabulary is decoded once, if at all.
 
     Args:
-        token_set: as in `check_token_set`.
+        token_sets: by name, each as in `check_token_set`.
         tokenizer: with `decode`, as Hugging Face's and vLLM's have.
         vocab_size: token ids are 0 to vocab_size - 1.
 
     Raises:
-        SpecError: malformed, an id out of range, or a rule that no token fits.
-    """
-    return resolve_all({"token_set": token_set}, tokenizer, vocab_size)["token_set"]
-
-
-def resolve_all(
-    token_sets: Mapping[str, object], tokenizer: Any, vocab_size: int
-) -> dict[str, tuple[int, ...]]:
-    """The token ids of each set by name; the vocabulary is decoded once, if at all.
-
-    Raises:
-        SpecError: as `resolve`; the message names the set.
+        SpecError: malformed, an id out of range, or a rule that no token fits; the
+            message names the set.
     """
     resolved: dict[str, tuple[int, ...]] = {}
     texts: Sequence[str] | None = None

@@ -40,6 +40,15 @@ def activate(vllm_config: Any) -> None:
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
+    if vllm_config.speculative_config is not None:
+        method = getattr(vllm_config.speculative_config, "method", None)
+        raise SpecError(
+            "speculative_config",
+            method or "a draft model",
+            "none: drafted tokens that are rejected would count in receipts, scores and "
+            "gates",
+            "start the engine without speculative_config",
+        )
     from vllm.config import CompilationMode
 
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config

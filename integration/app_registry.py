@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -206,6 +207,12 @@ class TokenSets:
         ]
         tokenizer = _tokenizer(by_rule[0], model_config) if by_rule else None
         return cls(resolve_all(token_sets, tokenizer, vocab_size), rows, vocab_size)
+
+    def copy(self) -> "TokenSets":
+        """The same sets, which go their own way from here."""
+        twin = copy(self)
+        twin._ids = dict(self._ids)
+        return twin
 
     def named(self) -> dict[str, TokenSet]:
         """Each set's row and the hash of its ids."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from eyesplice.integration.config import (
     every_site,
     parse_config,
 )
+from eyesplice.integration.deployed_files import Latest, content_key
 from eyesplice.integration.shape import ModelShape
 from eyesplice.integration.vectors import VectorRegistry
 from eyesplice.ops.layout import ALL_FAMILIES, Family
@@ -64,11 +65,26 @@ class Deployment:
 
     @classmethod
     def build(cls, config: EyespliceConfig, vllm_config: Any) -> "Deployment":
-        """The deployment that a configuration describes.
+        """The deployment that a configuration describes, the caller's own.
+
+        It is made once in a process as long as the files hold the same.
 
         Raises:
             SpecError: vectors or apps that cannot be registered or served.
         """
+        shape, model = ModelShape.of(vllm_config), vllm_config.model_config
+        key = content_key(config, shape, model)
+        made = _latest.get(key, lambda: cls._make(config, vllm_config))
+        return replace(
+            made,
+            config=config,
+            registry=made.registry.copy(),
+            apps=AppRegistry(made.apps),
+            token_sets=made.token_sets.copy(),
+        )
+
+    @classmethod
+    def _make(cls, config: EyespliceConfig, vllm_config: Any) -> "Deployment":
         shape, model = ModelShape.of(vllm_config), vllm_config.model_config
         apps = AppRegistry.load(config.app_paths)
         apps.check_defaults(config.default_apps)
@@ -118,7 +134,6 @@ class Deployment:
         self, armed: Mapping[Site, str | None], disabled: frozenset[str] = frozenset()
     ) -> Context:
         config, shape = self.config, self.shape
-        defaults = config.default_apps
         return Context(
             num_layers=shape.num_layers,
             armed=armed,
@@ -130,7 +145,7 @@ class Deployment:
             families=self.families,
             token_sets=self.token_sets.named(),
             apps=self.apps.deployed(disabled),
-            default_apps=tuple(name for name in defaults if name not in disabled),
+            default_apps=config.default_apps,
             num_experts=shape.num_experts,
             experts_per_token=shape.experts_per_token,
         )
@@ -203,6 +218,9 @@ class Deployment:
                 "a folder that the engine can write to",
                 f"point VLLM_CACHE_ROOT at one ({error})",
             ) from error
+
+
+_latest: Final = Latest[Deployment]()
 
 
 def switched_on(vllm_config: Any) -> EyespliceConfig | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -48,6 +49,13 @@ class VectorRegistry:
         self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._frozen = False
         self.bank = torch.zeros(_FIRST_ROW, width, dtype=dtype)
+
+    def copy(self) -> "VectorRegistry":
+        """A registry of the same rows, which goes its own way from here."""
+        twin = copy(self)
+        twin._stored, twin._masks = dict(self._stored), dict(self._masks)
+        twin.bank = self.bank.clone()
+        return twin
 
     def names(self) -> Sequence[str]:
         """Names of every registered tensor."""

@@ -7,6 +7,8 @@ A thought's activation is that of the blank line which ends it, at one layer's o
 the paper takes layer 20 of R1-Distill-Qwen-1.5B and 7B, and 55 of QwQ-32B.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,13 @@ def fit(execution: Tensor, reflection: Tensor, transition: Tensor) -> Tensor:
     return difference_of_means(execution, torch.cat(others))
 
 
-def app(vector: Tensor, layer: int, scale: float = 1.0, name: str = "seal") -> App:
+def app(
+    vector: Tensor,
+    layer: int,
+    scale: float = 1.0,
+    name: str = "seal",
+    token_ids: Sequence[int] | None = None,
+) -> App:
     """Steering at the end of each generated thought.
 
     Args:
@@ -43,9 +51,11 @@ def app(vector: Tensor, layer: int, scale: float = 1.0, name: str = "seal") -> A
         layer: the one that the activations were taken from.
         scale: the paper's alpha.
         name: of the app.
+        token_ids: the tokens whose text ends with a blank line, for engines without a
+            tokenizer; None to have the engine's tokenizer asked.
 
     Raises:
-        SpecError: not such a vector, layer or name.
+        SpecError: not such a vector, layer, name or tokens.
     """
     steer = (
         write("steering_vector", name="calibrate", vector="vector", scale=scale)
@@ -53,5 +63,6 @@ def app(vector: Tensor, layer: int, scale: float = 1.0, name: str = "seal") -> A
         .submodule("residual.post")
         .cond("generated and token_in(blank_line)")
     )
-    token_sets = {"blank_line": {"decoded_endswith": BLANK_LINE}}
-    return App(name, [steer], {"vector": vector}, token_sets)
+    rule = {"decoded_endswith": BLANK_LINE}
+    blank_line = rule if token_ids is None else list(token_ids)
+    return App(name, [steer], {"vector": vector}, {"blank_line": blank_line})

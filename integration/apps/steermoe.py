@@ -89,13 +89,13 @@ def choose(
         risk: `[layers, experts]`, see `fit`.
         activate: how many experts to activate: those of the largest positive difference.
         deactivate: how many to deactivate: those of the largest negative one.
-        top_k: experts that a token goes to; no layer activates more.
+        top_k: experts that a token goes to; no layer activates more, or leaves fewer.
         layers: which decoder layer each row of `risk` is about; None for 0, 1, 2, ...
     """
     numbers = range(len(risk)) if layers is None else layers
     return Experts(
         _largest(risk, activate, top_k, numbers),
-        _largest(-risk, deactivate, risk.shape[1], numbers),
+        _largest(-risk, deactivate, risk.shape[1] - top_k, numbers),
     )
 
 
@@ -107,9 +107,8 @@ def _largest(
         row, expert = divmod(place, risk.shape[1])
         if count == 0 or float(risk[row, expert]) <= 0:
             break
-        chosen = found.setdefault(layers[row], [])
-        if len(chosen) < per_layer:
-            chosen.append(expert)
+        if len(found.get(layers[row], ())) < per_layer:
+            found.setdefault(layers[row], []).append(expert)
             count -= 1
     return {layer: sorted(experts) for layer, experts in sorted(found.items())}
 

@@ -127,6 +127,10 @@ def test_salts_tell_deployments_apart_but_not_vectors(models, vectors):
     [
         ({"enforce_eager": True}, "remove enforce_eager"),
         ({"compilation_config": {"mode": 1}}, "STOCK_TORCH_COMPILE"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config 'ngram'",
+        ),
         ({"eyesplice": {"vektors": "x"}}, "vektors"),
         ({"eyesplice": {"max_entries": "8"}}, "max_entries"),
         ({"eyesplice": {"sites": ["residual.last"]}}, "residual.last"),

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 import eyesplice as m
-from eyesplice.fx_passes import app_files, token_sets
+from eyesplice.fx_passes import app_files, app_yaml, token_sets
 from eyesplice.fx_passes.app_files import app_from_bytes, app_from_zip, read_safetensors
 from eyesplice.fx_passes.app_yaml import dump_yaml, load_yaml
 from eyesplice.fx_passes.plain import plain
@@ -185,6 +185,66 @@ def test_hostile_yaml_is_refused_soon(name, tmp_path):
     with pytest.raises(m.SpecError):
         m.load_app(folder)
     assert time.process_time() - start < 10
+
+
+PARSERS = {"PyYAML": yaml.SafeLoader, "libyaml": app_yaml._FAST_LOADER}
+REFUSED = {
+    "name: a\nname: b": "the key 'name' is given twice",
+    "a: {b: [{c: 1, c: 2}]}": "the key 'c' is given twice",
+    "name: !!str guarded": "the tag tag:yaml.org,2002:str: tags are not read",
+    "name: !x guarded": "the tag !x: tags are not read",
+    "a: *missing": "the alias missing names nothing",
+    MERGES: "merge keys (<<) are not read",
+    "1: 2": "a key of type int is not a string",
+    "name: a\n---\nname: b": "it has more than one document",
+    "# nothing": "it is empty",
+    "[" * 40: "it has more than 100000 values or 32 levels",
+    "name: a\nscale: 1\nx: @": "that cannot start any token in line 3",
+    "name: a\nx: [1\ny: 2": "in line 3",
+}
+PADDING = "# padding\n" * 7000
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("text", REFUSED)
+def test_either_parser_gives_place_and_key(parser, text, monkeypatch):
+    monkeypatch.setattr(app_yaml, "_loader", lambda num_bytes: PARSERS[parser])
+    with pytest.raises(m.SpecError) as refusal:
+        load_yaml(text.encode(), "app.yaml")
+    assert str(refusal.value).startswith("app.yaml 'YAML' refused.")
+    assert REFUSED[text] in str(refusal.value)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_either_parser_reads_the_core_schema(parser, monkeypatch):
+    monkeypatch.setattr(app_yaml, "_loader", lambda num_bytes: PARSERS[parser])
+    text = """\
+a: &a [1, -2.5e1, .5, true, ~, off, "1", '~', 1:30, 2024-01-01, é😀]
+b: {c: *a, "d\\n": x}
+e: >-
+  folded
+  text
+"""
+    a = [1, -25.0, 0.5, True, None, "off", "1", "~", "1:30", "2024-01-01", "é😀"]
+    wanted = {"a": a, "b": {"c": a, "d\n": "x"}, "e": "folded text"}
+    assert load_yaml(text.encode(), "app.yaml") == wanted
+
+
+def test_large_texts_go_to_the_fast_parser(monkeypatch):
+    used = []
+    parse = yaml.parse
+    monkeypatch.setattr(
+        app_yaml.yaml, "parse", lambda text, Loader: used.append(Loader) or parse(text)
+    )
+    for text in (YAML, PADDING + YAML):
+        assert load_yaml(text.encode(), "app.yaml")["name"] == "guarded"
+    assert used == [yaml.SafeLoader, app_yaml._FAST_LOADER]
+
+
+def test_refusals_of_large_texts_name_key_and_line():
+    for more, why in {"name: b": "'name' is given twice", "x: @": "line 7008"}.items():
+        with pytest.raises(m.SpecError, match=why):
+            load_yaml((PADDING + YAML + more).encode(), "app.yaml")
 
 
 PATHS = {
@@ -406,7 +466,7 @@ class Tokenizer:
 
 def test_token_sets_by_what_tokens_decode_to():
     def resolve(value, size=9):
-        return token_sets.resolve(value, Tokenizer(), size)
+        return token_sets.resolve_all({"set": value}, Tokenizer(), size)["set"]
 
     assert resolve({"decoded_endswith": "\n\n"}) == (1, 2, 4)
     assert resolve({"decoded_contains": "\n\n"}) == (1, 2, 4, 5)

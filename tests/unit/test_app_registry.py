@@ -1,13 +1,16 @@
 """The apps of a deployment, for a stand-in of a model."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 import eyesplice
 from eyesplice import App, SpecError
-from eyesplice.fx_passes.sites import Site
+from eyesplice.fx_passes.request import parse_request
+from eyesplice.fx_passes.sites import BOUNDARY_SUBMODULES, Site
 from eyesplice.integration.app_registry import AppRegistry, TokenSets
 from eyesplice.integration.default_apps import AppSwitches
 from eyesplice.integration.vectors import VectorRegistry
@@ -55,7 +58,20 @@ def test_apps_become_part_of_the_bank_and_of_what_requests_see(saved):
     assert deployment.needs.functions == {"b": ("b/0",), "a": ("a/0",)}
     context = deployment.context(all_armed(deployment), disabled=["a"])
     assert not context.apps["a"].enabled and context.apps["b"].enabled
-    assert context.default_apps == ()
+
+
+def test_a_disabled_default_app_is_passed_over(saved):
+    folders = saved(steer("a"), steer("b", seed=1))
+    deployment = build({"apps": folders, "default": ["a", "b"]})
+
+    def applied(*disabled):
+        context = deployment.context(all_armed(deployment), disabled)
+        found = parse_request(None, context)
+        return None if found is None else found.apps
+
+    assert applied() == ("a", "b")
+    assert applied("a") == ("b",)
+    assert applied("a", "b") is None
 
 
 def test_equal_configurations_give_equal_tables(saved):
@@ -164,6 +180,29 @@ def test_masks_of_routers_get_rows_at_the_start(saved):
         deployment.registry.mask_row((2,), ())
     with pytest.raises(SpecError):
         build({"apps": folders})
+
+
+def test_router_layers_are_armed_where_apps_act_or_where_sites_name_them(saved):
+    def routers(**config):
+        wanted = build({"apps": folders, **config}, experts=EXPERTS).wanted
+        return sorted(s.layer for s in wanted if s.submodule == "router.logits")
+
+    folders = saved(router_app(activate=[1]))
+    assert routers() == [0, 1]
+    assert routers(sites=[*BOUNDARY_SUBMODULES, "router.logits"]) == [0, 1, 2, 3]
+    some = {"submodule": "router.logits", "layers": "0-2"}
+    assert routers(sites=["residual.post", some]) == [0, 1, 2]
+    assert routers(sites="all") == [0, 1, 2, 3]
+
+
+def test_the_sites_that_the_docs_name_are_the_default_ones_and_the_routers():
+    text = (Path(__file__).parents[2] / "docs" / "packs.md").read_text()
+    (line,) = [
+        line for line in text.splitlines() if line.strip().startswith("sites: [")
+    ]
+    found = build(yaml.safe_load(line), experts=EXPERTS).wanted
+    routers = {Site(layer, "router.logits") for layer in range(LAYERS)}
+    assert found == build({}, experts=EXPERTS).wanted | routers
 
 
 def bits(rows, row):

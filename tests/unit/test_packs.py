@@ -191,6 +191,12 @@ def test_seal_vector_and_trigger():
     assert app.token_sets == {"blank_line": {"decoded_endswith": "\n\n"}}
     assert steer["when"] == "generated and token_in(blank_line)"
     assert (steer["layers"], steer["scale"]) == ([20], 0.5)
+    listed = seal.app(vector, 20, 0.5, token_ids=range(271, 197, -73))
+    assert listed.token_sets == {"blank_line": [198, 271]}
+    assert listed.functions == app.functions
+    for none in ([], [-1], [1.5]):
+        with pytest.raises(m.SpecError, match="blank_line"):
+            seal.app(vector, 20, token_ids=none)
 
 
 def test_cast_vector_is_the_first_component_of_the_centred_pairs():
@@ -399,9 +405,12 @@ def test_steermoe_chooses_the_largest_differences():
     chosen = steermoe.choose(risk, activate=3, deactivate=2, top_k=2, layers=[4, 9])
     assert chosen.activate == {4: [0, 1], 9: [0]}
     assert chosen.deactivate == {9: [1, 2]}
-    everything = steermoe.choose(risk, activate=99, deactivate=99, top_k=4)
-    assert everything.activate == {0: [0, 1, 2], 1: [0]}
+    everything = steermoe.choose(risk, activate=99, deactivate=99, top_k=1)
+    assert everything.activate == {0: [0], 1: [0]}
     assert everything.deactivate == {0: [3], 1: [1, 2]}
+    # A token that goes to three of four experts can be kept from one.
+    assert steermoe.choose(risk, 99, 99, top_k=3).deactivate == {0: [3], 1: [1]}
+    assert steermoe.choose(risk, 99, 99, top_k=4) == ({0: [0, 1, 2], 1: [0]}, {})
     nothing = steermoe.choose(risk, activate=0, deactivate=1, top_k=2)
     assert nothing == ({}, {1: [1]})
     (entry,) = steermoe.app(*chosen).functions

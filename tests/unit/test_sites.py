@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyesplice import SpecError
+from eyesplice.fx_passes.order import place_of
 from eyesplice.fx_passes.sites import (
     ALIASES,
     BOUNDARY_SUBMODULES,
@@ -52,6 +53,22 @@ def test_name_and_alias_mean_the_same(name):
 def test_other_submodules_are_refused(text):
     with pytest.raises(SpecError, match=r"residual\.pre, attention\.pre"):
         parse_submodule(text)
+
+
+def test_places_are_in_the_order_of_the_forward_pass():
+    # As a decoder layer computes: a router stands in its MLP, before what that gives.
+    layer = (
+        *("residual.pre", "attention.pre", "attention.heads", "attention.post"),
+        *("residual.mid", "mlp.pre", "router.logits", "mlp.post", "residual.post"),
+    )
+    assert layer == SUBMODULES
+    sites = [Site(number, name) for number in range(3) for name in layer]
+    places = [place_of(site) for site in sites]
+    assert places == sorted(set(places))
+    launches = [place.launch for place in places]
+    kinds = ["pre", "pre", "heads", "mid", "mid", "mid", "router", "pre", "pre"] * 3
+    assert launches == sorted(launches)
+    assert [place.table.kind for place in places] == kinds
 
 
 def test_one_stream_value_has_one_place():

@@ -132,6 +132,9 @@ def test_experts_in_lists_and_objects():
     assert (write.activate, write.deactivate) == (((), (1, 4)), ((3,), (6,)))
     (write,) = parse({"write": "router", **value, "deactivate": [7]}).writes
     assert (write.layers, write.deactivate) == ((3,), ((7,),))
+    most = {"layers": 0, "activate": [1, 4], "deactivate": [0, 2, 3, 5, 6, 7]}
+    (write,) = parse({"write": "router", **most}).writes
+    assert write.deactivate == ((0, 2, 3, 5, 6, 7),)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,10 @@ def test_experts_in_lists_and_objects():
         ({**ROUTER, "activate": [0, 1, 2]}, r"'3 experts at layer 1' .*at most 2, the"),
         ({**ROUTER, "activate": [True]}, r"\.activate \[True\] .*a list of expert"),
         ({**ROUTER, "activate": {"9": [1]}}, r"layers '9' |layer 9"),
+        (
+            {"write": "router", "layers": 1, "deactivate": [0, 1, 2, 3, 4, 5, 7]},
+            r"\.deactivate '7 of 8 experts at layer 1' .*at most 6: a token goes to 2",
+        ),
         ({**ROUTER, "activate": {"2": [1]}}, r"\.layers 1 .*experts named for layer 2"),
         (
             {**ROUTER, "activate": {"1": [1], "0-1": [2]}, "layers": None},
