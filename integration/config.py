@@ -49,6 +49,7 @@ class EyespliceConfig(BaseModel):
         bank_rows: rows of the vector bank; a `[hidden]` tensor takes one, a
             `[layers, hidden]` tensor takes one per layer.
         capture_rows: rows of captured activations that wait to be copied to the host.
+            Default: what 8 MiB hold, see `Deployment.capture_rows`.
         token_sets: token sets that apps may name by a rule over the vocabulary.
         on_error: what to do with a request that cannot be served as written: "reject"
             it, or serve it "unsteered" and say so in its answer.
@@ -65,7 +66,7 @@ class EyespliceConfig(BaseModel):
     max_entries: int = Field(default=8, ge=1, le=64)
     max_scores: int = Field(default=32, ge=1, le=1024)
     bank_rows: int = Field(default=1024, ge=2, le=1_000_000)
-    capture_rows: int = Field(default=4096, ge=1, le=1_000_000)
+    capture_rows: int | None = Field(default=None, ge=1, le=1_000_000)
     token_sets: int = Field(default=32, ge=1, le=4096)
     on_error: Literal["reject", "unsteered"] = "reject"
     allow_registration: bool = False
