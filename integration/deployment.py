@@ -248,9 +248,11 @@ def switched_on(vllm_config: Any) -> EyespliceConfig | None:
 
 def _bank_width(config: EyespliceConfig, shape: ModelShape, apps: AppRegistry) -> int:
     """Elements per bank row: the widest value that a program can act on."""
-    wanted = config.wanted(shape.num_layers, shape.num_experts)
     widths = shape.widths()
-    submodules = {site.submodule for site in wanted} | apps.submodules()
+    submodules = set(apps.submodules())
+    if config.sites != "apps":
+        wanted = config.wanted(shape.num_layers, shape.num_experts)
+        submodules |= {site.submodule for site in wanted}
     return max([shape.hidden_size, *(widths[name] for name in submodules)])
 
 
