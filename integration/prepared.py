@@ -1,10 +1,8 @@
 """Programs as the worker keeps them: packed for the tables, and summed up for the host."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eyesplice.fx_passes.program import (
     Program,
@@ -15,6 +13,7 @@ from eyesplice.fx_passes.program import (
 )
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.capture_bounds import CaptureBounds
+from eyesplice.integration.uploads import Blocks, Uploads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,17 +22,15 @@ class Prepared:
 
     Attributes:
         program: the program.
-        tables: int32 `[tables, words of a row]`, its rows of `program`.
-        places: where those are among all tables of the deployment.
-        rows: its row of each other table, by name.
+        blocks: its row in every table that has one.
+        places: its non-empty program tables, numbered over the deployment's.
         bounds: how many captures a token can have.
         looks_back: whether its gates look at what earlier steps scored or latched.
     """
 
     program: Program
-    tables: NDArray[np.int32]
-    places: tuple[int, ...]
-    rows: Mapping[str, NDArray[np.int32]]
+    blocks: Blocks
+    places: frozenset[int]
     bounds: CaptureBounds
     looks_back: bool
 
@@ -43,21 +40,25 @@ class Prepared:
         return self.program.digest
 
     @classmethod
-    def of(cls, program: Program, buffers: Buffers) -> "Prepared":
+    def of(cls, program: Program, buffers: Buffers, uploads: Uploads) -> "Prepared":
         """Pack a program for these tables."""
+        places = [buffers.index[table] for table in program.tables]
         max_entries = buffers.program.shape[2] - 1
-        reads = np.zeros(buffers.reads.stride(0), dtype=np.int32)
+        tables = pack_tables(program.tables.values(), max_entries).numpy()
+        reads = np.zeros(uploads.row_words("reads"), dtype=np.int32)
         packed = pack_reads(program, buffers.score.shape[1])
         reads[: len(packed)] = packed.numpy()
         return cls(
             program=program,
-            tables=pack_tables(program.tables.values(), max_entries).flatten(1).numpy(),
-            places=tuple(buffers.index[table] for table in program.tables),
-            rows={
-                "clauses": pack_clauses(program.clauses).numpy().ravel(),
-                "token_ids": pack_token_ids(program).numpy(),
-                "reads": reads,
-            },
+            blocks=uploads.blocks(
+                [
+                    ("clauses", 0, pack_clauses(program.clauses).numpy()),
+                    ("token_ids", 0, pack_token_ids(program).numpy()),
+                    ("reads", 0, reads),
+                    *zip(["program"] * len(places), places, tables, strict=True),
+                ]
+            ),
+            places=frozenset(places),
             bounds=CaptureBounds.of(program),
             looks_back=bool(program.latched)
             or any(score.scope for score in program.scores),

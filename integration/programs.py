@@ -2,9 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import chain
-
-import numpy as np
 
 from eyesplice.fx_passes.program import Program
 from eyesplice.integration.buffers import Buffers
@@ -28,7 +25,7 @@ class ProgramRows:
         self._known: OrderedDict[str, Prepared] = OrderedDict()
         self._uses: dict[str, int] = {}
         self._row: dict[str, int] = {}
-        self._places_of_row: dict[int, tuple[int, ...]] = {}
+        self._places_of_row: dict[int, frozenset[int]] = {}
 
     @property
     def live(self) -> int:
@@ -40,7 +37,9 @@ class ProgramRows:
         digest = program.digest
         prepared = self._known.get(digest)
         if prepared is None:
-            prepared = self._known[digest] = Prepared.of(program, self._buffers)
+            prepared = self._known[digest] = Prepared.of(
+                program, self._buffers, self._uploads
+            )
             self._forget_some()
         else:
             self._known.move_to_end(digest)
@@ -96,27 +95,11 @@ class ProgramRows:
 
     def _upload(self, digests: list[str]) -> None:
         """Write the programs' rows, and clear what their last owners left there."""
-        programs = [self._known[digest] for digest in digests]
-        rows = [self._row[digest] for digest in digests]
-        stale: list[int] = []
-        for program, row in zip(programs, rows, strict=True):
-            before = self._places_of_row.get(row, ())
+        for digest in digests:
+            program, row = self._known[digest], self._row[digest]
+            stale = self._places_of_row.get(row, frozenset()) - program.places
             self._places_of_row[row] = program.places
-            stale += self._table_rows(set(before).difference(program.places), row)
-        places = chain.from_iterable(
-            self._table_rows(program.places, row)
-            for program, row in zip(programs, rows, strict=True)
-        )
-        written = np.fromiter(places, dtype=np.int64)
-        if len(written):
-            data = np.concatenate([program.tables for program in programs])
-            self._uploads.put("program", written, data)
-        if stale:
-            self._uploads.clear("program", np.array(stale, dtype=np.int64))
-        for name in programs[0].rows:
-            data = np.stack([program.rows[name] for program in programs])
-            self._uploads.put(name, np.array(rows, dtype=np.int64), data)
-
-    def _table_rows(self, places: Iterable[int], row: int) -> list[int]:
-        num_rows = self._buffers.rows
-        return [place * num_rows + row for place in places]
+            self._uploads.put(program.blocks, row)
+            if stale:
+                empty = self._uploads.blocks(("program", p, None) for p in stale)
+                self._uploads.put(empty, row)

@@ -75,6 +75,7 @@ class Results:
         self._widths = {str(submodule): size for submodule, size in widths.items()}
         self._answers = answers
         self._ring = CaptureRing(buffers.capture.shape[0])
+        self._captured_serial = -1
         self._position = np.zeros(buffers.rows, dtype=np.int64)
         self._dtype = str(buffers.capture.dtype).removeprefix("torch.")
         on_cuda = buffers.device.type == "cuda"
@@ -96,7 +97,7 @@ class Results:
 
     def region(self, batch: Batch, lengths: NDArray[np.int64]) -> Region:
         """The rows of `capture` for a step of the batch."""
-        if not batch.capturing:
+        if not batch.capturing or batch.serial == self._captured_serial:
             return Region()
         table = batch.table
         slots, prompt = table[Column.SLOT], table[Column.PROMPT_LEN]
@@ -111,6 +112,10 @@ class Results:
             + (lengths - before - after) @ table[Column.LAST]
             + after @ table[Column.AFTER]
         )
+        of_prompts = (table[Column.BEFORE] + table[Column.LAST])[begin < prompt]
+        if not (of_prompts.any() or table[Column.AFTER].any()):
+            # Only prompts are captured, and all of them are over.
+            self._captured_serial = batch.serial
         return self._ring.region(int(bound))
 
     def launch(self, step: Step) -> Pending | None:

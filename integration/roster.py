@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from operator import ne
 from typing import Final
 
 import numpy as np
@@ -108,12 +109,11 @@ class Roster:
     def changed(self, request_ids: Sequence[str]) -> list[int]:
         """Places whose request is not the last batch's, or has been touched."""
         before, stale = self._ids, self._stale
-        places = [
-            place
-            for place, (old, new) in enumerate(zip(before, request_ids, strict=False))
-            if old != new or new in stale
-        ]
-        return places + list(range(len(before), len(request_ids)))
+        places = list(range(len(before), len(request_ids)))
+        for place, differs in enumerate(map(ne, before, request_ids)):
+            if differs or request_ids[place] in stale:
+                places.append(place)
+        return places
 
     def update(
         self,

@@ -165,7 +165,7 @@ class Router:
         """Compile what a first step with a program would have to wait for."""
         device = self._buffers.device
         batch = self._update([""])
-        self._uploads.clear("slots", np.zeros(1, dtype=np.int64))
+        self._uploads.put(self._uploads.blocks([("slots", 0, None)]), 0)
         batch.per_request = self._uploads.send(self._roster.columns_for_device())
         starts = torch.zeros(4, dtype=torch.int32, device=device)
         positions = torch.zeros(4, dtype=torch.int64, device=device)
@@ -221,7 +221,9 @@ class Router:
             if found is not None:
                 slot = self._slots.of(ids[place]) or self._slots.take(ids[place])
                 columns[place] = found.columns(rows[found.prepared.digest], slot)
-        errors = {key: self._refused[key] for key in self._refused.keys() & ids}
+        errors = {}
+        if self._refused:
+            errors = {key: self._refused[key] for key in self._refused.keys() & ids}
         batch = self._roster.update(ids, columns, errors, self._program)
         if batch.place:
             self._results.begin_at(self._slots.clear_fresh())

@@ -3,8 +3,6 @@
 import heapq
 from typing import Final
 
-import numpy as np
-
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.uploads import Uploads
 
@@ -21,6 +19,7 @@ class Slots:
 
     def __init__(self, buffers: Buffers, uploads: Uploads) -> None:
         self._uploads = uploads
+        self._empty = uploads.blocks((name, 0, None) for name in _STATE)
         # The highest free one first: what is copied to the host begins with the lowest
         # row in use.
         self._free = [-slot for slot in range(buffers.rows - 1, 0, -1)]
@@ -58,8 +57,6 @@ class Slots:
             The first position of the request in each of them.
         """
         fresh, self._fresh = self._fresh, {}
-        if fresh:
-            rows = np.fromiter(fresh, dtype=np.int64)
-            for name in _STATE:
-                self._uploads.clear(name, rows)
+        for slot in fresh:
+            self._uploads.put(self._empty, slot)
         return fresh

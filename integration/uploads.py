@@ -1,5 +1,7 @@
 """What changes in the tables before a step, sent to the device in one piece."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,6 +12,21 @@ from eyesplice.integration.buffers import BLOCK, Buffers
 
 _INDEX_WORDS: Final = 2
 _BLOCK_BYTES: Final = 4 * BLOCK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Contents of one row in each of several tables, wherever the row is.
+
+    Attributes:
+        first: int64 `[blocks]`, each block's place if the row is row 0.
+        step: int64 `[blocks]`, how far apart its places in two rows are.
+        data: int32 `[blocks, BLOCK]`.
+    """
+
+    first: NDArray[np.int64]
+    step: NDArray[np.int64]
+    data: NDArray[np.int32]
 
 
 class Uploads:
@@ -24,26 +41,37 @@ class Uploads:
             name: part.stride(0) * part.itemsize // _BLOCK_BYTES
             for name, part in parts.items()
         }
+        self._rows = buffers.rows
         self._index: list[NDArray[np.int64]] = []
         self._data: list[NDArray[np.int32]] = []
 
-    def put(self, name: str, rows: NDArray[np.int64], data: NDArray[np.int32]) -> None:
-        """Write rows of a table; no row twice before the next `send`.
+    def row_words(self, name: str) -> int:
+        """int32 words of a row of a table, its padding included."""
+        return self._row_blocks[name] * BLOCK
+
+    def blocks(
+        self, rows: Iterable[tuple[str, int, NDArray[np.int32] | None]]
+    ) -> Blocks:
+        """Contents of a row in several tables.
 
         Args:
-            name: a table that is a part of `Buffers.words`.
-            rows: `[n]`; rows of `program` are numbered over all its tables.
-            data: `[n, words of a row]`, a row's padding included.
+            rows: a part of `Buffers.words`; which of the tables, for `program` (0 for
+                others); and the row's words, None for zeros.
         """
-        blocks = self._row_blocks[name]
-        index = self._first[name] + rows[:, None] * blocks + np.arange(blocks)
-        self._index.append(index.ravel())
-        self._data.append(data.reshape(-1, BLOCK))
+        first, step, data = [], [], []
+        for name, table, words in rows:
+            blocks = self._row_blocks[name]
+            begin = self._first[name] + table * self._rows * blocks
+            first.append(np.arange(begin, begin + blocks, dtype=np.int64))
+            step.append(np.full(blocks, blocks, dtype=np.int64))
+            zeros = np.zeros((blocks, BLOCK), dtype=np.int32)
+            data.append(zeros if words is None else words.reshape(blocks, BLOCK))
+        return Blocks(*map(np.concatenate, (first, step, data)))
 
-    def clear(self, name: str, rows: NDArray[np.int64]) -> None:
-        """Make rows of a table zero."""
-        words = self._row_blocks[name] * BLOCK
-        self.put(name, rows, np.zeros((len(rows), words), dtype=np.int32))
+    def put(self, blocks: Blocks, row: int) -> None:
+        """Write contents to a row; to no row of a table twice before the next `send`."""
+        self._index.append(blocks.first + row * blocks.step)
+        self._data.append(blocks.data)
 
     def send(self, table: NDArray[np.int32]) -> torch.Tensor:
         """Write what was gathered, in stream order and without waiting for it.
