@@ -133,7 +133,7 @@ class Results:
             return Pending(lambda: self._refusals(batch))
         copies = StepCopy(
             self._buffers,
-            min(batch.place.values()),
+            batch.first_slot,
             _last_scored(step),
             self._streams[0],
             log=step.region.rows > 0,

@@ -43,6 +43,7 @@ class Batch:
         table: int32 `[len(Column), requests]`.
         per_request: int32 `[4, >= requests]` on the device, see `PerRequest`.
         place: each request that has a program, and its slot.
+        first_slot: the lowest of these slots.
         errors: why others run without effect.
         capturing: the programs with captures, by slot.
         functions: of the program that has most.
@@ -69,6 +70,7 @@ class Batch:
             for request, slot in zip(request_ids, slots.tolist(), strict=True)
             if slot
         }
+        self.first_slot = min(self.place.values(), default=0)
         self.errors = errors
         captures = table[[Column.BEFORE, Column.LAST, Column.AFTER]].any(axis=0)
         self.capturing = {

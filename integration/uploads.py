@@ -37,7 +37,7 @@ class Uploads:
         self._first = {name: word // BLOCK for name, word in buffers.first.items()}
         parts = {name: getattr(buffers, name) for name in buffers.first}
         parts["program"] = buffers.program.flatten(0, 1)
-        self._row_blocks = {
+        self._row_blocks: dict[str, int] = {
             name: part.stride(0) * part.itemsize // _BLOCK_BYTES
             for name, part in parts.items()
         }
@@ -66,7 +66,7 @@ class Uploads:
             step.append(np.full(blocks, blocks, dtype=np.int64))
             zeros = np.zeros((blocks, BLOCK), dtype=np.int32)
             data.append(zeros if words is None else words.reshape(blocks, BLOCK))
-        return Blocks(*map(np.concatenate, (first, step, data)))
+        return Blocks(np.concatenate(first), np.concatenate(step), np.concatenate(data))
 
     def put(self, blocks: Blocks, row: int) -> None:
         """Write contents to a row; to no row of a table twice before the next `send`."""
