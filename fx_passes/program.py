@@ -1,12 +1,14 @@
 """A lowered request: the clauses and table rows that the ops read."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import or_
+from itertools import accumulate
+from operator import attrgetter, or_
 from typing import Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +16,6 @@ from eyesplice.fx_passes.sites import Site, Submodule, Table
 from eyesplice.ops.families import FAMILY_OF
 from eyesplice.ops.layout import (
     CLAUSE_WORDS,
-    FLOAT_WORDS,
     MAX_CLAUSES,
     MAX_TOKEN_IDS,
     PRESERVE_NORM,
@@ -22,7 +23,6 @@ from eyesplice.ops.layout import (
     ClauseKind,
     Family,
     Function,
-    Header,
     Opcode,
     Reduce,
     Scope,
@@ -209,19 +209,38 @@ def pack(entries: Sequence[Entry], max_entries: int) -> Tensor:
     Returns:
         int32 `[1 + max_entries, WORDS]`, on the CPU; unused slots are zero.
     """
-    assert len(entries) <= max_entries, (len(entries), max_entries)
-    packed = torch.zeros(1 + max_entries, WORDS, dtype=torch.int32)
-    if entries:
-        ends = [sum(e.stage <= stage for e in entries) for stage in Stage]
-        writes = [
-            int(any(e.stage == stage and e.opcode in WRITE_OPCODES for e in entries))
-            for stage in Stage
-        ]
-        words = [_words(entry) for entry in sorted(entries, key=lambda e: e.stage)]
-        header = [*ends, *writes, simple(entries)]
-        packed[0, : len(Header)] = torch.tensor(header, dtype=torch.int32)
-        packed[1 : 1 + len(words), : len(Word)] = torch.tensor(words, dtype=torch.int32)
-    return packed
+    return pack_tables([entries], max_entries)[0]
+
+
+def pack_tables(tables: Iterable[Sequence[Entry]], max_entries: int) -> Tensor:
+    """`pack` of several tables: int32 `[tables, 1 + max_entries, WORDS]`, on the CPU."""
+    row_bytes = (1 + max_entries) * _ENTRY.size
+    packed = bytearray()
+    for number, entries in enumerate(tables, start=1):
+        assert len(entries) <= max_entries, (len(entries), max_entries)
+        if entries:
+            packed += _header(entries)
+        for entry in sorted(entries, key=attrgetter("stage")):
+            packed += _ENTRY.pack(*_FIELDS(entry))
+        packed += bytes(number * row_bytes - len(packed))
+    words = np.frombuffer(packed, dtype=np.int32)
+    return torch.from_numpy(words).view(-1, 1 + max_entries, WORDS)
+
+
+_FIELDS: Final = attrgetter(*(word.name.lower() for word in Word))
+_ENTRY: Final = struct.Struct("=5I5f6I")
+"""The fields in the order of `Word`: `FLOAT_WORDS` are fp32, masks unsigned."""
+_HEADER: Final = struct.Struct(f"={WORDS}i")
+_WRITES: Final = frozenset(WRITE_OPCODES)
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    counts, writes = [0] * len(Stage), [0] * len(Stage)
+    for entry in entries:
+        counts[entry.stage] += 1
+        writes[entry.stage] |= entry.opcode in _WRITES
+    unused = [0] * (WORDS - len(Header))
+    return _HEADER.pack(*accumulate(counts), *writes, simple(entries), *unused)
 
 
 def pack_clauses(clauses: Sequence[Clause]) -> Tensor:
@@ -257,20 +276,6 @@ def pack_token_ids(program: Program) -> Tensor:
     return packed
 
 
-def _words(entry: Entry) -> list[int]:
-    """The entry's fields in the order of `Word`, floats as their int32 bits."""
-    fields = (getattr(entry, word.name.lower()) for word in Word)
-    return [
-        _float_bits(field) if word in FLOAT_WORDS else _int32(field)
-        for word, field in zip(Word, fields, strict=True)
-    ]
-
-
 def _int32(bits: int) -> int:
     """The int32 that holds these 32 bits; numbers that are int32 stay as they are."""
     return bits - 2**32 if bits >= 2**31 else bits
-
-
-def _float_bits(number: float) -> int:
-    bits: int = struct.unpack("=i", struct.pack("=f", number))[0]
-    return bits

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import prod
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,6 +12,12 @@ from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.sites import Table
 from eyesplice.ops import layout
 from eyesplice.ops.layout import WORK
+
+BLOCK: Final = 8
+"""int32 words of a block: what `words` is written in."""
+
+_ALIGN: Final = 64
+"""Every part of `words` begins on a 256-byte boundary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +51,18 @@ class BufferSizes:
 class Buffers:
     """Every table of one engine, named and shaped as in `eyesplice.ops.layout`.
 
+    What the host writes before a step (programs, conditions, a new request's state) and
+    what it reads after one (receipts, scores, the log of captures) are parts of one
+    allocation, so that a single copy brings either.
+
     Attributes:
+        words: int32 `[words]`, the allocation.
+        first: the first word of each part, by its name here.
         index: place of each table in `program`.
     """
 
+    words: Tensor
+    first: Mapping[str, int]
     row_of_token: Tensor
     select: Tensor
     program: Tensor
@@ -82,28 +98,23 @@ class Buffers:
             device: where the model runs.
         """
         tables = plan.tables()
-        rows = sizes.requests + 1
+        words, first, parts = _parts(sizes, len(tables), device)
+        parts["score"].fill_(torch.nan)
 
         def zeros(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
 
         return cls(
+            words=words,
+            first=first,
             row_of_token=zeros(sizes.tokens),
             select=zeros(sizes.tokens),
-            program=zeros(len(tables), rows, 1 + sizes.entries, layout.WORDS),
-            bank=zeros(sizes.bank_rows, sizes.width, of=dtype),
-            clauses=zeros(rows, layout.MAX_CLAUSES, layout.CLAUSE_WORDS),
-            token_ids=zeros(rows, layout.MAX_TOKEN_IDS),
-            token_sets=zeros(sizes.token_sets, -(-sizes.vocab_size // 32)),
-            reads=zeros(rows, sizes.scores + 1),
             slot_of_token=zeros(sizes.tokens),
-            slots=zeros(rows, layout.SLOT_WORDS),
-            counts=zeros(rows, 2, layout.MAX_FUNCTIONS),
-            score=zeros(sizes.tokens, sizes.scores, of=torch.float32).fill_(torch.nan),
-            carry=zeros(rows, sizes.scores, layout.CARRY_WORDS, of=torch.int64),
+            bank=zeros(sizes.bank_rows, sizes.width, of=dtype),
+            token_sets=zeros(sizes.token_sets, -(-sizes.vocab_size // 32)),
             capture=zeros(sizes.capture_rows, sizes.width, of=dtype),
-            capture_log=zeros(1 + sizes.capture_rows, layout.LOG_WORDS),
             index={table: i for i, table in enumerate(tables)},
+            **parts,
         )
 
     @property
@@ -123,5 +134,52 @@ class Buffers:
 
     def num_bytes(self) -> int:
         """Device memory of all tables, in bytes."""
-        values = (getattr(self, field.name) for field in fields(self))
+        values = (
+            getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in self.first
+        )
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _parts(
+    sizes: BufferSizes, num_tables: int, device: torch.device
+) -> tuple[Tensor, dict[str, int], dict[str, Tensor]]:
+    """The common allocation, and what lies where in it.
+
+    What is read after a step is last and in this order: receipts, positions and scores
+    of the first tokens are then one range, which the log of captures precedes.
+    """
+    rows, scores = sizes.requests + 1, sizes.scores
+    shapes: dict[str, tuple[int, ...]] = {
+        "program": (num_tables, rows, 1 + sizes.entries, layout.WORDS),
+        "clauses": (rows, layout.MAX_CLAUSES, layout.CLAUSE_WORDS),
+        "token_ids": (rows, layout.MAX_TOKEN_IDS),
+        "reads": (rows, scores + 1),
+        "carry": (rows, scores, layout.CARRY_WORDS),
+        "capture_log": (1 + sizes.capture_rows, layout.LOG_WORDS),
+        "counts": (rows, 2, layout.MAX_FUNCTIONS),
+        "slots": (rows, layout.SLOT_WORDS),
+        "score": (sizes.tokens, scores),
+    }
+    dtypes = {"carry": torch.int64, "score": torch.float32}
+    strides = {name: _strides(shape) for name, shape in shapes.items()}
+    strides["reads"] = (-(-(scores + 1) // BLOCK) * BLOCK, 1)
+    first, size = {}, 0
+    for name, shape in shapes.items():
+        first[name] = size
+        item = dtypes.get(name, torch.int32).itemsize // 4
+        size += -(-shape[0] * strides[name][0] * item // _ALIGN) * _ALIGN
+    words = torch.zeros(size, dtype=torch.int32, device=device)
+    storage = words.untyped_storage()
+    parts = {}
+    for name, shape in shapes.items():
+        part = torch.empty(0, dtype=dtypes.get(name, torch.int32), device=device)
+        offset = first[name] * words.itemsize // part.itemsize
+        # Not views for autograd: the compiler sees them as tensors of their own.
+        parts[name] = part.set_(storage, offset, shape, strides[name])
+    return words, first, parts
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -40,8 +40,9 @@ class EyespliceConfig(BaseModel):
         default: the app, or apps, of requests that name none.
         vectors: folder of steering vectors (.safetensors, .pt).
         sites: submodules to arm, as names, TransformerLens aliases or objects with
-            `submodule` and `layers`; "all" for every submodule. Default: the seven
-            values of each residual-stream boundary, and what the apps need.
+            `submodule` and `layers`; "all" for every submodule; "apps" for what the apps
+            need and no more. Default: the seven values of each residual-stream
+            boundary, and what the apps need.
         ops: op families to compile in, or "all". Default: what the apps need, and
             add, rank1, reads, gates and capture.
         max_entries: entries that one program may have in one table.
@@ -49,6 +50,7 @@ class EyespliceConfig(BaseModel):
         bank_rows: rows of the vector bank; a `[hidden]` tensor takes one, a
             `[layers, hidden]` tensor takes one per layer.
         capture_rows: rows of captured activations that wait to be copied to the host.
+            Default: what 8 MiB hold, see `Deployment.capture_rows`.
         token_sets: token sets that apps may name by a rule over the vocabulary.
         on_error: what to do with a request that cannot be served as written: "reject"
             it, or serve it "unsteered" and say so in its answer.
@@ -60,12 +62,12 @@ class EyespliceConfig(BaseModel):
     apps: list[str] | str = []
     default: list[str] | str = []
     vectors: str | None = None
-    sites: list[str | dict[str, Any]] | Literal["all"] | None = None
+    sites: list[str | dict[str, Any]] | Literal["all", "apps"] | None = None
     ops: list[FamilyName] | Literal["all"] | None = None
     max_entries: int = Field(default=8, ge=1, le=64)
     max_scores: int = Field(default=32, ge=1, le=1024)
     bank_rows: int = Field(default=1024, ge=2, le=1_000_000)
-    capture_rows: int = Field(default=4096, ge=1, le=1_000_000)
+    capture_rows: int | None = Field(default=None, ge=1, le=1_000_000)
     token_sets: int = Field(default=32, ge=1, le=4096)
     on_error: Literal["reject", "unsteered"] = "reject"
     allow_registration: bool = False
@@ -100,7 +102,7 @@ class EyespliceConfig(BaseModel):
     @property
     def explicit_sites(self) -> bool:
         """Whether the user named the sites, so that a missing one is an error."""
-        return self.sites is not None and self.sites != "all"
+        return isinstance(self.sites, list)
 
     def wanted(
         self,
@@ -113,7 +115,7 @@ class EyespliceConfig(BaseModel):
         Args:
             num_layers: decoder layers of the model.
             num_experts: experts of a mixture layer, 0 for a dense model.
-            needed: the sites of the deployed apps, armed unless `sites` is given.
+            needed: the sites of the deployed apps, armed unless `sites` names others.
 
         Raises:
             SpecError: a malformed site or a layer out of range.
@@ -124,6 +126,8 @@ class EyespliceConfig(BaseModel):
                 chosen |= _at(BOUNDARY_SUBMODULES, range(num_layers)) | set(needed)
             case "all":
                 chosen |= every_site(num_layers, num_experts)
+            case "apps":
+                chosen |= set(needed)
             case _:
                 for entry in self.sites:
                     chosen |= _entry(entry, num_layers)
@@ -131,8 +135,8 @@ class EyespliceConfig(BaseModel):
             raise SpecError(
                 "sites",
                 self.sites,
-                "at least one submodule",
-                "name one, or leave the key out for the default",
+                "at least one submodule, or apps that act somewhere",
+                "name one, deploy an app, or leave the key out for the default",
             )
         # One value with two names: whoever arms one has armed the other.
         for site in list(chosen):

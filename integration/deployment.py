@@ -15,6 +15,7 @@ from eyesplice.fx_passes.plan import salt
 from eyesplice.fx_passes.report import SpliceReport
 from eyesplice.fx_passes.sites import Site
 from eyesplice.integration.app_registry import AppRegistry, Needs, TokenSets
+from eyesplice.integration.buffers import BufferSizes
 from eyesplice.integration.config import (
     KEY,
     EyespliceConfig,
@@ -25,6 +26,9 @@ from eyesplice.integration.deployed_files import Latest, content_key
 from eyesplice.integration.shape import ModelShape
 from eyesplice.integration.vectors import VectorRegistry
 from eyesplice.ops.layout import ALL_FAMILIES, Family
+
+_CAPTURE_BYTES: Final = 8 * 2**20
+_MOST_CAPTURE_ROWS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,36 @@ class Deployment:
         return self.config.bank_rows, self.registry.bank.shape[1]
 
     @property
+    def capture_rows(self) -> int:
+        """Rows of the capture buffer.
+
+        Unless the configuration says otherwise, as many as 8 MiB hold, but no fewer than
+        let two prompts that end in one step be captured at every layer while two of the
+        step before are copied.
+        """
+        if self.config.capture_rows is not None:
+            return self.config.capture_rows
+        row_bytes = self.bank_shape[1] * self.dtype.itemsize
+        fitting = min(_CAPTURE_BYTES // row_bytes, _MOST_CAPTURE_ROWS)
+        return max(fitting, 4 * self.shape.num_layers)
+
+    def buffer_sizes(self, vllm_config: Any) -> BufferSizes:
+        """What the tables of a worker have room for."""
+        config, scheduler = self.config, vllm_config.scheduler_config
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        return BufferSizes(
+            tokens=max(scheduler.max_num_batched_tokens, captured),
+            requests=scheduler.max_num_seqs,
+            entries=config.max_entries,
+            bank_rows=config.bank_rows,
+            width=self.bank_shape[1],
+            scores=config.max_scores,
+            capture_rows=self.capture_rows,
+            token_sets=config.token_sets,
+            vocab_size=self.shape.vocab_size,
+        )
+
+    @property
     def report_path(self) -> Path:
         """Where the workers leave the site table for the front end."""
         return report_path(self.config)
@@ -169,7 +203,7 @@ class Deployment:
         config, model = self.config, vllm_config.model_config
         sizes = (
             *(int(self.families), config.max_entries, config.max_scores),
-            *(*self.bank_shape, config.capture_rows, config.token_sets),
+            *(*self.bank_shape, self.capture_rows, config.token_sets),
         )
         return salt(
             [
@@ -232,9 +266,11 @@ def switched_on(vllm_config: Any) -> EyespliceConfig | None:
 
 def _bank_width(config: EyespliceConfig, shape: ModelShape, apps: AppRegistry) -> int:
     """Elements per bank row: the widest value that a program can act on."""
-    wanted = config.wanted(shape.num_layers, shape.num_experts)
     widths = shape.widths()
-    submodules = {site.submodule for site in wanted} | apps.submodules()
+    submodules = set(apps.submodules())
+    if config.sites != "apps":
+        wanted = config.wanted(shape.num_layers, shape.num_experts)
+        submodules |= {site.submodule for site in wanted}
     return max([shape.hidden_size, *(widths[name] for name in submodules)])
 
 

@@ -2,15 +2,20 @@
 
 add_request      learns a request's id in the engine core
 process_outputs  takes the results out of the core's outputs again
-_new_completion_output, _new_request_output, RequestOutput.add
-                 put the answer where the client finds it
+_new_completion_output, _new_request_output
+                 put the answer where the client finds it; wrapped on the request that
+                 has one, so that others cost nothing
+RequestOutput.add
+                 joins the answers of outputs that are joined
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from eyesplice.integration import answers, ledger
 from eyesplice.integration.answer_body import first_answer, joined
+from eyesplice.integration.answers import Record
 from eyesplice.integration.config import KEY
 
 
@@ -26,8 +31,6 @@ def attach() -> None:
     wrap(ledger.PROCESSOR_ADD_REQUEST, _add_request)
     wrap(ledger.PROCESSOR_ABORT, _abort_requests)
     wrap(ledger.PROCESS_OUTPUTS, _process_outputs)
-    wrap(ledger.NEW_COMPLETION_OUTPUT, _new_completion_output)
-    wrap(ledger.NEW_REQUEST_OUTPUT, _new_request_output)
     wrap(ledger.MERGE_OUTPUTS, _merge_outputs)
 
 
@@ -44,6 +47,21 @@ def _add_request(
     more = parent_req is not None and request_index < parent_req.n - 1
     answers.admit(request, keep=more)
     original(processor, request, prompt, parent_req, request_index, *args, **kwargs)
+    record = answers.record_of(request.request_id)
+    state = processor.request_states.get(request.request_id)
+    if record is not None and state is not None:
+        _answer_with(state, record)
+
+
+def _answer_with(state: Any, record: Record) -> None:
+    """Make the outputs of one request carry its answer; safe to call again."""
+    completion, whole = ledger.NEW_COMPLETION_OUTPUT, ledger.NEW_REQUEST_OUTPUT
+    for name, around in (
+        (completion, _new_completion_output),
+        (whole, _new_request_output),
+    ):
+        original = getattr(type(state), name.attribute)
+        setattr(state, name.attribute, partial(around, original, state, record))
 
 
 def _abort_requests(
@@ -62,6 +80,8 @@ def _process_outputs(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if not answers.owed():
+        return original(processor, engine_core_outputs, *args, **kwargs)
     for output in engine_core_outputs:
         params = output.kv_transfer_params
         if params and KEY in params:
@@ -69,32 +89,34 @@ def _process_outputs(
             rest = {key: value for key, value in params.items() if key != KEY}
             output.kv_transfer_params = rest or None
     result = original(processor, engine_core_outputs, *args, **kwargs)
-    if answers.owed():
-        for output in engine_core_outputs:
-            if output.request_id not in processor.request_states:
-                answers.forget(output.request_id)
+    for output in engine_core_outputs:
+        if output.request_id not in processor.request_states:
+            answers.forget(output.request_id)
     return result
 
 
 def _new_completion_output(
     original: Callable[..., Any],
     state: Any,
+    record: Record,
     token_ids: list[int],
     finish_reason: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     output = original(state, token_ids, finish_reason, *args, **kwargs)
-    record = answers.record_of(state.request_id)
-    if record is not None:
-        delta = state.output_kind.name == "DELTA"
-        finished = finish_reason is not None
-        setattr(output, KEY, record.answer(finished=finished, delta=delta))
+    delta = state.output_kind.name == "DELTA"
+    finished = finish_reason is not None
+    setattr(output, KEY, record.answer(finished=finished, delta=delta))
     return output
 
 
 def _new_request_output(
-    original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    state: Any,
+    record: Record,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     output = original(state, *args, **kwargs)
     # A pooling request has one output, not a list of them, and never an answer.
@@ -109,11 +131,12 @@ def _merge_outputs(
     original: Callable[..., None], output: Any, later: Any, aggregate: bool
 ) -> None:
     """vLLM's `RequestOutput.add`: several outputs that a slow client takes as one."""
+    if getattr(output, KEY) is None and getattr(later, KEY) is None:
+        original(output, later, aggregate)
+        return
     before = {part.index: getattr(part, KEY, None) for part in output.outputs}
     original(output, later, aggregate)
     after = {part.index: getattr(part, KEY, None) for part in later.outputs}
-    if not any((*before.values(), *after.values())):
-        return
     for part in output.outputs:
         earlier = before.get(part.index) if aggregate else None
         if part.index in after:

@@ -16,26 +16,58 @@ Captured = tuple[NDArray[np.int32], NDArray[np.uint8]]
 """Positions `[rows]` and the bytes `[rows, bytes per row]` of the captured rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """The scores of one step, of every request of the batch that has any.
+
+    Attributes:
+        requests: their ids.
+        slots: `[requests]`; no two requests that run have the same.
+        columns: `[requests]`, scores of each.
+        first_position: `[requests]`, of its first token in this step.
+        first_row: `[requests]`, that token's row of `rows`.
+        lengths: `[requests]`, its tokens; the fields before are void where it has none.
+        rows: float32 `[tokens, most scores]`; NaN where nothing was read.
+    """
+
+    requests: Sequence[str]
+    slots: NDArray[np.int64]
+    columns: NDArray[np.int32]
+    first_position: NDArray[np.int32]
+    first_row: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    rows: NDArray[np.float32]
+
+    def of(self, place: int) -> tuple[int, NDArray[np.float32]]:
+        """First position and rows `[tokens, scores]` of one of the requests."""
+        first, length = int(self.first_row[place]), int(self.lengths[place])
+        rows = self.rows[first : first + length, : int(self.columns[place])]
+        return int(self.first_position[place]), rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
     """One step of every request of the batch that has a program.
 
     Attributes:
-        place: each request's row in `counts` and `lost`.
+        serial: steps of equal serials are of the same requests in the same slots.
+        place: each request's slot.
+        first_slot: the slot of the first row of `counts` and `lost`.
         counts: int32 `[slots, 2, functions]`, since the request's slot was empty.
         lost: int32 `[slots]`, captured rows that found no room, likewise.
-        scores: first position and float32 `[tokens, scores]` of requests with reads;
-            NaN where nothing was read.
+        scores: the scores, None if no request has any.
         captures: rows of each capture of a program, by its index.
         errors: why a request runs without effect.
         dtype: of captured rows, as torch names it without its prefix.
         widths: elements of a captured row at each submodule.
     """
 
+    serial: int
     place: Mapping[str, int]
+    first_slot: int
     counts: NDArray[np.int32]
     lost: NDArray[np.int32]
-    scores: Mapping[str, tuple[int, NDArray[np.float32]]]
+    scores: StepScores | None
     captures: Mapping[str, Mapping[int, Captured]]
     errors: Mapping[str, str]
     dtype: str
@@ -74,20 +106,24 @@ class RawAnswer:
         """Take a step's counts of the request, which are totals up to it."""
         self.error = step.errors.get(request_id, self.error)
         self.dtype, self.widths = step.dtype, step.widths
-        place = step.place.get(request_id)
-        if place is not None:
-            acted, evaluated = step.counts[place].tolist()
+        slot = step.place.get(request_id)
+        if slot is not None:
+            row = slot - step.first_slot
+            acted, evaluated = step.counts[row].tolist()
             self.counts = acted, evaluated
-            self.lost = int(step.lost[place])
+            self.lost = int(step.lost[row])
 
-    def add_rows(self, step: StepAnswer, request_id: str) -> None:
-        """Add the rows that a step read for the request."""
-        if request_id in step.scores:
-            first, scores = step.scores[request_id]
-            tokens, self.num_scores = scores.shape
-            self.positions += np.arange(first, first + tokens, dtype=np.int32).tobytes()
-            self.scores += scores.tobytes()
-        for index, (positions, rows) in step.captures.get(request_id, {}).items():
+    def add_scores(
+        self, positions: NDArray[np.int32], scores: NDArray[np.float32]
+    ) -> None:
+        """Add rows `[tokens, scores]` and their positions `[tokens]`."""
+        self.num_scores = scores.shape[1]
+        self.positions += positions.tobytes()
+        self.scores += scores.tobytes()
+
+    def add_captures(self, captures: Mapping[int, Captured]) -> None:
+        """Add the rows that a step captured for the request."""
+        for index, (positions, rows) in captures.items():
             self._add_capture(index, positions.tobytes(), rows.tobytes())
 
     def _add_capture(self, index: int, positions: bytes, rows: bytes) -> None:

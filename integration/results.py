@@ -1,67 +1,28 @@
 """Brings what the ops found out to the host, without holding the device up.
 
-After the forward pass of a step the results of its requests are copied on a stream of
-their own; the host waits for the copies when it handles the step's output, and the next
-step's ops, before they overwrite what is copied, wait on the device. A batch without a
-request that has a program copies nothing.
+After the forward pass of a step one copy brings the receipts and scores of its requests,
+on a stream of its own; the host waits for it when it handles the step's output, and the
+next step's ops, before they overwrite what is copied, wait on the device. Captured rows
+follow once that copy has told how many there are. A batch without a request that has a
+program copies nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from eyesplice.fx_passes.program import Program
 from eyesplice.fx_passes.sites import Submodule
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.captures import CaptureRing, Region
-from eyesplice.integration.raw_answers import Captured, StepAnswer
+from eyesplice.integration.copies import CapturedRows, StepCopy
+from eyesplice.integration.raw_answers import Captured, StepAnswer, StepScores
+from eyesplice.integration.roster import Batch, Column
 from eyesplice.ops import contracts
 from eyesplice.ops.layout import LogHead, LogRow, Slot
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A request of a batch that has a program: its place in the batch, and its slot."""
-
-    request_id: str
-    index: int
-    slot: int
-    program: Program
-
-
-class Batch:
-    """What stays the same while the same requests run.
-
-    Attributes:
-        request_ids: in the runner's order.
-        per_request: int32 `[4, >= requests]` on the device, see `PerRequest`.
-        members: the requests that have a program.
-        errors: why others run without effect.
-        collects: whether gates look at what earlier steps scored or latched.
-        reads: whether a program has scores or captures.
-    """
-
-    def __init__(
-        self,
-        request_ids: tuple[str, ...],
-        per_request: Tensor,
-        members: Sequence[Member],
-        errors: Mapping[str, str],
-    ) -> None:
-        self.request_ids = request_ids
-        self.per_request = per_request
-        self.members = tuple(members)
-        self.errors = errors
-        programs = [member.program for member in members]
-        self.collects = any(map(_looks_back, programs))
-        self.reads = any(p.scores or p.captures for p in programs)
-
-
-def _looks_back(program: Program) -> bool:
-    return bool(program.latched) or any(score.scope for score in program.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +31,13 @@ class Step:
 
     Attributes:
         batch: its requests.
-        lengths: tokens of each request of the batch; empty when nothing is read.
+        lengths: int64 `[requests]`, tokens of each; empty when nothing is read.
         region: the rows of `capture` that it may fill.
         query_start_loc, positions: as in `Router.step`.
     """
 
     batch: Batch
-    lengths: Sequence[int]
+    lengths: NDArray[np.int64]
     region: Region
     query_start_loc: Tensor
     positions: Tensor
@@ -114,9 +75,14 @@ class Results:
         self._widths = {str(submodule): size for submodule, size in widths.items()}
         self._answers = answers
         self._ring = CaptureRing(buffers.capture.shape[0])
+        self._captured_serial = -1
+        self._position = np.zeros(buffers.rows, dtype=np.int64)
         self._dtype = str(buffers.capture.dtype).removeprefix("torch.")
-        self._on_cuda = buffers.device.type == "cuda"
-        self._stream = torch.cuda.Stream(buffers.device) if self._on_cuda else None
+        on_cuda = buffers.device.type == "cuda"
+        # Rows that a step's count asks for must not wait behind the next step's copy.
+        self._streams = [
+            torch.cuda.Stream(buffers.device) if on_cuda else None for _ in range(2)
+        ]
         self._copied: torch.cuda.Event | None = None
 
     def before_step(self) -> None:
@@ -125,11 +91,32 @@ class Results:
             torch.cuda.current_stream().wait_event(self._copied)
             self._copied = None
 
-    def region(self, batch: Batch, lengths: Sequence[int]) -> Region:
+    def begin_at(self, positions: Mapping[int, int]) -> None:
+        """Note the first position that a new request computes, by slot."""
+        self._position[list(positions)] = list(positions.values())
+
+    def region(self, batch: Batch, lengths: NDArray[np.int64]) -> Region:
         """The rows of `capture` for a step of the batch."""
-        return self._ring.region(
-            sum(lengths[m.index] * len(m.program.captures) for m in batch.members)
+        if not batch.capturing or batch.serial == self._captured_serial:
+            return Region()
+        table = batch.table
+        slots, prompt = table[Column.SLOT], table[Column.PROMPT_LEN]
+        begin = self._position[slots]
+        # Drafts that are rejected are counted too, but a prompt has none: up to its end,
+        # which is all that matters here, the count of a request's tokens is exact.
+        self._position[slots] = end = begin + lengths
+        before = np.clip(prompt - 1, begin, end) - begin
+        after = end - np.clip(prompt, begin, end)
+        bound = (
+            before @ table[Column.BEFORE]
+            + (lengths - before - after) @ table[Column.LAST]
+            + after @ table[Column.AFTER]
         )
+        of_prompts = (table[Column.BEFORE] + table[Column.LAST])[begin < prompt]
+        if not (of_prompts.any() or table[Column.AFTER].any()):
+            # Only prompts are captured, and all of them are over.
+            self._captured_serial = batch.serial
+        return self._ring.region(int(bound))
 
     def launch(self, step: Step) -> Pending | None:
         """Start to copy a step's results; called once its forward pass is launched.
@@ -140,26 +127,25 @@ class Results:
         batch = step.batch
         if batch.collects:
             self.collect(step)
-        if not self._answers or not (batch.members or batch.errors):
+        if not self._answers or not (batch.place or batch.errors):
             return None
-        if self._stream is None:
-            copies = _Copies(self._buffers, step)
-            copies.captures()
-            return Pending(lambda: self._order(step, copies))
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            copies = _Copies(self._buffers, step)
-            self._copied = done = self._recorded()
-            if step.region.rows:
-                copies.captures()
-                done = self._recorded()
-                self._ring.copying(step.region, lambda: _wait_for(done))
-
-        def finish() -> StepAnswer:
-            done.synchronize()
-            return self._order(step, copies)
-
-        return Pending(finish)
+        if not batch.place:
+            return Pending(lambda: self._refusals(batch))
+        copies = StepCopy(
+            self._buffers,
+            batch.first_slot,
+            _last_scored(step),
+            self._streams[0],
+            log=step.region.rows > 0,
+        )
+        self._copied = copies.done
+        rows = None
+        if step.region.rows:
+            rows = CapturedRows(
+                self._buffers.capture, step.region, self._streams[1], copies.done
+            )
+            self._ring.copying(step.region, rows.make_way)
+        return Pending(lambda: self._order(step, copies, rows))
 
     def collect(self, step: Step) -> None:
         """Take scores and latches over to the step after this one."""
@@ -173,95 +159,80 @@ class Results:
             len(step.batch.request_ids),
         )
 
-    def _recorded(self) -> torch.cuda.Event:
-        # A blocking event sleeps instead of keeping the driver's lock busy.
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
-        return event
-
-    def _order(self, step: Step, copies: "_Copies") -> StepAnswer:
-        members = step.batch.members
-        slots = copies.slots.numpy()
+    def _refusals(self, batch: Batch) -> StepAnswer:
         return StepAnswer(
-            place={member.request_id: member.slot for member in members},
-            counts=copies.counts.numpy(),
-            lost=slots[:, Slot.LOST],
-            scores={
-                member.request_id: (
-                    int(slots[member.slot, Slot.FIRST_POSITION]),
-                    _score_rows(copies, step, member),
-                )
-                for member in members
-                if member.program.scores and step.lengths[member.index]
-            },
-            captures=self._captured(step, copies) if step.region.rows else {},
-            errors=step.batch.errors,
+            serial=batch.serial,
+            place={},
+            first_slot=0,
+            counts=np.zeros((0, 2, 0), dtype=np.int32),
+            lost=np.zeros(0, dtype=np.int32),
+            scores=None,
+            captures={},
+            errors=batch.errors,
+            dtype=self._dtype,
+            widths=self._widths,
+        )
+
+    def _order(
+        self, step: Step, copies: StepCopy, rows: CapturedRows | None
+    ) -> StepAnswer:
+        copies.wait()
+        batch = step.batch
+        return StepAnswer(
+            serial=batch.serial,
+            place=batch.place,
+            first_slot=copies.first_slot,
+            counts=copies.counts[:, :, : batch.functions],
+            lost=copies.slots[:, Slot.LOST],
+            scores=_scores(step, copies) if len(batch.scored) else None,
+            captures={} if rows is None else self._captured(step, copies, rows),
+            errors=batch.errors,
             dtype=self._dtype,
             widths=self._widths,
         )
 
     def _captured(
-        self, step: Step, copies: "_Copies"
+        self, step: Step, copies: StepCopy, copied: CapturedRows
     ) -> dict[str, dict[int, Captured]]:
-        asked = int(copies.head[LogHead.COUNT])
-        log = copies.log[: min(asked, step.region.rows)].numpy()
-        rows = copies.rows.view(torch.uint8).numpy()
-        width = self._buffers.capture.element_size()
+        count = min(int(copies.log[0, LogHead.COUNT]), step.region.rows)
+        rows = copied.fetch(count)
+        if not count:
+            return {}
+        start = 1 + step.region.start
+        log = copies.log[start : start + count]
+        # Stable, and of ints: the rows of one capture of one request stay in order.
+        key = log[:, LogRow.SLOT].astype(np.int64) << 32 | log[:, LogRow.CAPTURE]
+        order = np.argsort(key, kind="stable")
+        ends = np.flatnonzero(np.diff(key[order])) + 1
+        of_slot = {slot: request for request, slot in step.batch.place.items()}
         found: dict[str, dict[int, Captured]] = {}
-        for member in step.batch.members:
-            of_request = log[:, LogRow.SLOT] == member.slot
-            for index, info in enumerate(member.program.captures):
-                (mine,) = np.nonzero(of_request & (log[:, LogRow.CAPTURE] == index))
-                if len(mine):
-                    size = self._widths[info.site.submodule] * width
-                    found.setdefault(member.request_id, {})[index] = (
-                        log[mine, LogRow.POSITION],
-                        rows[mine, :size],
-                    )
+        for mine in np.split(order, ends):
+            slot, index = log[mine[0], : LogRow.POSITION].tolist()
+            site = step.batch.capturing[slot].captures[index].site
+            size = self._widths[site.submodule] * self._buffers.capture.itemsize
+            found.setdefault(of_slot[slot], {})[index] = (
+                log[mine, LogRow.POSITION],
+                rows[mine, :size],
+            )
         return found
 
 
-class _Copies:
-    """Copies of one step's results; on a GPU they arrive later, in stream order."""
-
-    def __init__(self, buffers: Buffers, step: Step) -> None:
-        self._buffers, self._region = buffers, step.region
-        members = step.batch.members
-        slots = 1 + max((member.slot for member in members), default=0)
-        functions = max((len(m.program.functions) for m in members), default=0)
-        self.slots = _to_host(buffers.slots[:slots])
-        self.counts = _to_host(buffers.counts[:slots, :, :functions])
-        self.starts = np.cumsum([0, *step.lengths]).tolist()
-        scored = [m for m in members if m.program.scores]
-        if scored:
-            self.first = min(self.starts[m.index] for m in scored)
-            last = max(self.starts[m.index + 1] for m in scored)
-            columns = max(len(m.program.scores) for m in scored)
-            self.score = _to_host(buffers.score[self.first : last, :columns])
-        if step.region.rows:
-            self.head = _to_host(buffers.capture_log[0])
-
-    def captures(self) -> None:
-        """Copy the captured rows, and the log that says whose they are."""
-        if self._region.rows:
-            start, stop = self._region.start, self._region.start + self._region.rows
-            self.rows = _to_host(self._buffers.capture[start:stop])
-            self.log = _to_host(self._buffers.capture_log[1 + start : 1 + stop])
+def _last_scored(step: Step) -> int:
+    """Tokens up to the last one that can have a score."""
+    scored = step.batch.scored
+    return int(step.lengths[: scored[-1] + 1].sum()) if len(scored) else 0
 
 
-def _score_rows(copies: _Copies, step: Step, member: Member) -> np.ndarray:
-    start = copies.starts[member.index] - copies.first
-    stop = start + step.lengths[member.index]
-    rows: np.ndarray = copies.score[start:stop, : len(member.program.scores)].numpy()
-    return rows
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, in pinned memory where the copy is not waited for."""
-    if tensor.device.type == "cpu":
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous().to("cpu", non_blocking=True)
-
-
-def _wait_for(event: torch.cuda.Event) -> None:
-    torch.cuda.current_stream().wait_event(event)
+def _scores(step: Step, copies: StepCopy) -> StepScores:
+    batch, scored = step.batch, step.batch.scored
+    slots = batch.table[Column.SLOT, scored].astype(np.int64)
+    ends = np.cumsum(step.lengths)
+    return StepScores(
+        requests=[batch.request_ids[place] for place in scored.tolist()],
+        slots=slots,
+        columns=batch.table[Column.SCORES, scored],
+        first_position=copies.slots[slots - copies.first_slot, Slot.FIRST_POSITION],
+        first_row=ends[scored] - step.lengths[scored],
+        lengths=step.lengths[scored],
+        rows=copies.score[:, : int(batch.table[Column.SCORES].max())],
+    )

@@ -7,11 +7,13 @@ both  sample_tokens, or execute_model where that gives the output -> results
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.lowering import lower
+from eyesplice.fx_passes.program import Program
 from eyesplice.fx_passes.request import parse_canonical
 from eyesplice.integration import ledger
 from eyesplice.integration.config import KEY
@@ -20,6 +22,9 @@ from eyesplice.integration.results import Pending, Results
 from eyesplice.integration.router import Router, prompt_length
 
 logger = logging.getLogger("vllm.eyesplice")
+
+_KNOWN_TEXTS: Final = 1024
+"""Requests whose programs are remembered: many clients send the same few."""
 
 
 class RunnerHooks:
@@ -32,6 +37,7 @@ class RunnerHooks:
         self.router = router
         self._results = results
         self._context = context
+        self._lowered = lru_cache(maxsize=_KNOWN_TEXTS)(self._lower)
 
     def attach(self, runner: Any) -> None:
         """Wrap the methods of a runner.
@@ -60,15 +66,20 @@ class RunnerHooks:
             if text is None:
                 continue
             try:
-                context = self._context()
-                program = lower(parse_canonical(text, context), context)
+                program = self._lowered(text)
             except SpecError as error:
                 # The front end has admitted it. Only files that changed between the
                 # starts of both lead here, and no other request may pay for that.
                 logger.error("request %s runs UNSTEERED: %s", new.req_id, error)
                 self.router.refuse(new.req_id, f"ran without effect: {error}")
                 continue
-            self.router.begin(new.req_id, program, prompt_length(new))
+            self.router.begin(
+                new.req_id, program, prompt_length(new), new.num_computed_tokens
+            )
+
+    def _lower(self, text: str) -> Program:
+        context = self._context()
+        return lower(parse_canonical(text, context), context)
 
     def _end(self, scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:
@@ -82,8 +93,10 @@ class RunnerHooks:
             self.router.preempt(request_id)
         self._end(scheduler_output)
         self._begin(scheduler_output)
-        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            self.router.resume(request_id)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id in cached.resumed_req_ids:
+            place = cached.req_ids.index(request_id)
+            self.router.resume(request_id, cached.num_computed_tokens[place])
         return original(scheduler_output)
 
     def _v1_prepare_inputs(
@@ -91,19 +104,18 @@ class RunnerHooks:
         original: Callable[..., Any],
         runner: Any,
         scheduler_output: Any,
+        num_scheduled_tokens: Any,
         *args: Any,
     ) -> Any:
-        result = original(scheduler_output, *args)
+        result = original(scheduler_output, num_scheduled_tokens, *args)
         batch = runner.input_batch
-        ids = batch.req_ids[: batch.num_reqs]
-        scheduled = scheduler_output.num_scheduled_tokens
         self.router.step(
-            ids,
+            batch.req_ids[: batch.num_reqs],
             runner.query_start_loc.gpu,
             runner.positions,
             runner.input_ids.gpu,
             scheduler_output.total_num_scheduled_tokens,
-            lambda: [scheduled[request_id] for request_id in ids],
+            num_scheduled_tokens,
         )
         return result
 
@@ -139,7 +151,7 @@ class RunnerHooks:
             batch.positions,
             batch.input_ids,
             batch.num_tokens,
-            batch.num_scheduled_tokens.tolist,
+            batch.num_scheduled_tokens,
         )
         return batch
 

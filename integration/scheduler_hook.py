@@ -7,11 +7,15 @@ string may end the request: then it is the front end that finishes it.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eyesplice.integration.config import KEY
 from eyesplice.integration.raw_answers import RawAnswer, StepAnswer
+from eyesplice.integration.score_window import ScoreWindow
 
 _STATE: Final = "_eyesplice_answers"
 
@@ -40,9 +44,9 @@ def update_from_output(
         scheduler, scheduler_output, model_runner_output, *args, **kwargs
     )
     for of_client in outputs.values():
-        for output in of_client.outputs:
-            state.send(output, step)
-    state.forget_gone(scheduler.requests)
+        state.send(of_client.outputs, step)
+    if step is None or scheduler_output.finished_req_ids:
+        state.forget_gone(scheduler.requests)
     return outputs
 
 
@@ -52,6 +56,9 @@ class CoreAnswers:
     def __init__(self) -> None:
         self._unsent: dict[str, RawAnswer] = {}
         self._sends_always: dict[str, bool] = {}
+        self._num_always = 0
+        self._serial = -1
+        self._window = ScoreWindow(self._take_scores)
 
     @property
     def is_empty(self) -> bool:
@@ -65,27 +72,53 @@ class CoreAnswers:
             step: what the worker found out.
             requests: the scheduler's unfinished requests.
         """
-        for request_id in (*step.place, *step.errors):
-            request = requests.get(request_id)
-            if request is None or request.is_finished():
-                continue
-            if request_id not in self._sends_always:
-                self._sends_always[request_id] = _sends_always(request)
-            if request_id in step.scores or request_id in step.captures:
-                answer = self._unsent.setdefault(request_id, RawAnswer())
-                answer.add_rows(step, request_id)
+        if step.serial != self._serial:
+            self._meet(step, requests)
+            self._serial = step.serial
+        if step.scores is not None:
+            self._window.add(step.serial, step.scores)
+        for request_id, captures in step.captures.items():
+            if request_id in self._sends_always:
+                self._unsent.setdefault(request_id, RawAnswer()).add_captures(captures)
 
-    def send(self, output: Any, step: StepAnswer | None) -> None:
-        """Put a request's results into its output, when it is time.
+    def _meet(self, step: StepAnswer, requests: Mapping[str, Any]) -> None:
+        for request_id in (*step.place, *step.errors):
+            if request_id in self._sends_always:
+                continue
+            request = requests.get(request_id)
+            if request is not None and not request.is_finished():
+                always = _sends_always(request)
+                self._sends_always[request_id] = always
+                self._num_always += always
+
+    def _take_scores(
+        self,
+        request_id: str,
+        positions: NDArray[np.int32],
+        scores: NDArray[np.float32],
+    ) -> None:
+        if request_id in self._sends_always:
+            self._unsent.setdefault(request_id, RawAnswer()).add_scores(
+                positions, scores
+            )
+
+    def send(self, outputs: Iterable[Any], step: StepAnswer | None) -> None:
+        """Put requests' results into their outputs, where it is time.
 
         Args:
-            output: an `EngineCoreOutput`, edited in place.
-            step: the step that it is of.
+            outputs: of the type `EngineCoreOutput`, edited in place.
+            step: the step that they are of.
         """
+        if not self._num_always:
+            outputs = [out for out in outputs if out.finish_reason is not None]
+        for output in outputs:
+            always = self._sends_always.get(output.request_id)
+            if always or (always is not None and output.finish_reason is not None):
+                self._send(output, step)
+
+    def _send(self, output: Any, step: StepAnswer | None) -> None:
         request_id = output.request_id
-        always = self._sends_always.get(request_id)
-        if always is None or not (always or output.finish_reason is not None):
-            return
+        self._window.flush(request_id)
         answer = self._unsent.pop(request_id, None) or RawAnswer()
         if step is not None:
             # Totals come with each step: those of the last one are the request's.
@@ -101,8 +134,9 @@ class CoreAnswers:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._sends_always.pop(request_id, None)
+        self._num_always -= bool(self._sends_always.pop(request_id, False))
         self._unsent.pop(request_id, None)
+        self._window.forget(request_id)
 
 
 def _sends_always(request: Any) -> bool:

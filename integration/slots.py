@@ -1,9 +1,12 @@
 """Slots: where the state of each request with a program lies on the device."""
 
 import heapq
+from typing import Final
 
 from eyesplice.integration.buffers import Buffers
-from eyesplice.integration.programs import to_device
+from eyesplice.integration.uploads import Uploads
+
+_STATE: Final = ("slots", "counts", "carry")
 
 
 class Slots:
@@ -14,37 +17,46 @@ class Slots:
     names new ones, so there is a slot for each.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
-        self._state = (buffers.slots, buffers.counts, buffers.carry)
-        # The lowest free one first: what is copied to the host is the rows up to the
-        # highest one in use.
-        self._free = list(range(1, buffers.slots.shape[0]))
+    def __init__(self, buffers: Buffers, uploads: Uploads) -> None:
+        self._uploads = uploads
+        self._empty = uploads.blocks((name, 0, None) for name in _STATE)
+        # The highest free one first: what is copied to the host begins with the lowest
+        # row in use.
+        self._free = [-slot for slot in range(buffers.rows - 1, 0, -1)]
         self._slot: dict[str, int] = {}
-        self._fresh: set[int] = set()
+        self._fresh: dict[int, int] = {}
 
-    def take(self, request_id: str) -> None:
-        """Give the request a slot, empty from the next `clear_fresh` on."""
+    def take(self, request_id: str, position: int = 0) -> int:
+        """Give the request a slot, empty from the next `clear_fresh` on.
+
+        Args:
+            request_id: the runner's own id.
+            position: of the first token that it computes.
+        """
         self.release(request_id)
         assert self._free, "more requests run than max_num_seqs"
-        slot = heapq.heappop(self._free)
+        slot = -heapq.heappop(self._free)
         self._slot[request_id] = slot
-        self._fresh.add(slot)
+        self._fresh[slot] = position
+        return slot
 
     def release(self, request_id: str) -> None:
         """Take the request's slot back, if it has one."""
         slot = self._slot.pop(request_id, None)
         if slot is not None:
-            heapq.heappush(self._free, slot)
+            heapq.heappush(self._free, -slot)
 
     def of(self, request_id: str) -> int:
         """The request's slot, 0 if it has none."""
         return self._slot.get(request_id, 0)
 
-    def clear_fresh(self) -> None:
-        """Zero, in stream order, the state of all slots that were taken since."""
-        if not self._fresh:
-            return
-        rows = to_device(sorted(self._fresh), self._state[0].device)
-        for tensor in self._state:
-            tensor.index_fill_(0, rows, 0)
-        self._fresh.clear()
+    def clear_fresh(self) -> dict[int, int]:
+        """Empty all slots that were taken since, with the next upload.
+
+        Returns:
+            The first position of the request in each of them.
+        """
+        fresh, self._fresh = self._fresh, {}
+        for slot in fresh:
+            self._uploads.put(self._empty, slot)
+        return fresh

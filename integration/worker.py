@@ -11,7 +11,7 @@ from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
-from eyesplice.integration.buffers import Buffers, BufferSizes
+from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.deployment import Deployment, switched_on
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
@@ -166,22 +166,9 @@ _CACHE_UPDATES = frozenset(
 def _allocate(
     deployment: Deployment, plan: SplicePlan, vllm_config: Any, device: torch.device
 ) -> Buffers:
-    config, registry = deployment.config, deployment.registry
-    scheduler = vllm_config.scheduler_config
-    captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    sizes = BufferSizes(
-        tokens=max(scheduler.max_num_batched_tokens, captured),
-        requests=scheduler.max_num_seqs,
-        entries=config.max_entries,
-        bank_rows=config.bank_rows,
-        width=deployment.bank_shape[1],
-        scores=config.max_scores,
-        capture_rows=config.capture_rows,
-        token_sets=config.token_sets,
-        vocab_size=deployment.shape.vocab_size,
-    )
+    sizes = deployment.buffer_sizes(vllm_config)
     buffers = Buffers.allocate(plan, sizes, dtype=deployment.dtype, device=device)
-    rows = registry.bank
+    rows = deployment.registry.bank
     buffers.bank[: len(rows)].copy_(rows)
     buffers.token_sets.copy_(deployment.token_set_rows())
     return buffers

@@ -35,9 +35,9 @@ def vllm_config(experts=0, additional_config=None, **model):
     return SimpleNamespace(
         additional_config=additional_config,
         model_config=model_config,
-        compilation_config=SimpleNamespace(mode=3),
+        compilation_config=SimpleNamespace(mode=3, max_cudagraph_capture_size=512),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     )
 
 

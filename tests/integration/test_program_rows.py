@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from eyesplice.integration.buffers import Buffers, BufferSizes
 from eyesplice.integration.programs import ProgramRows
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
+from eyesplice.integration.uploads import Uploads
 from eyesplice.ops.layout import ClauseKind, Opcode, Stage
 
 ROOM, ENTRIES, LAYERS = 3, 2, 4
@@ -43,6 +45,25 @@ def _program(number: int) -> Program:
     return Program(f"sha256:{number}", (clause,), tables)
 
 
+class Rows:
+    """Program rows whose uploads are sent at once."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._uploads = Uploads(buffers)
+        self._rows = ProgramRows(buffers, self._uploads)
+        self.acquire, self.release = self._rows.acquire, self._rows.release
+
+    @property
+    def live(self) -> int:
+        return self._rows.live
+
+    def place(self, digests) -> dict[str, int]:
+        placed = self._rows.place(digests)
+        table = np.arange(6, dtype=np.int32).reshape(2, 3)
+        assert self._uploads.send(table).tolist() == table.tolist()
+        return placed
+
+
 def _assert_holds(buffers: Buffers, row: int, program: Program) -> None:
     for table, place in buffers.index.items():
         expected = pack(program.tables.get(table, ()), ENTRIES)
@@ -51,7 +72,7 @@ def _assert_holds(buffers: Buffers, row: int, program: Program) -> None:
 
 
 def test_more_live_programs_than_rows_take_turns(buffers: Buffers):
-    rows, programs = ProgramRows(buffers), [_program(n) for n in range(8)]
+    rows, programs = Rows(buffers), [_program(n) for n in range(8)]
     for program in programs:
         rows.acquire(program)
     assert rows.live == len(programs)
@@ -66,7 +87,7 @@ def test_more_live_programs_than_rows_take_turns(buffers: Buffers):
 
 
 def test_equal_programs_share_a_row_until_the_last_one_ends(buffers: Buffers):
-    rows, shared = ProgramRows(buffers), _program(1)
+    rows, shared = Rows(buffers), _program(1)
     rows.acquire(shared)
     rows.acquire(shared)
     first = rows.place([shared.digest, shared.digest])
@@ -77,7 +98,7 @@ def test_equal_programs_share_a_row_until_the_last_one_ends(buffers: Buffers):
 
 
 def test_rows_of_ended_programs_come_back_clean(buffers: Buffers):
-    rows = ProgramRows(buffers)
+    rows = Rows(buffers)
     for number in range(40):
         program = _program(number)
         rows.acquire(program)
@@ -95,8 +116,8 @@ class Step:
     def rows(self, *ids: str) -> list[int]:
         starts = torch.arange(len(ids) + 1, dtype=torch.int32)
         zeros = torch.zeros(len(ids)).long()
-        lengths = [1] * len(ids)
-        self.router.step(ids, starts, zeros, zeros, len(ids), lambda: lengths)
+        lengths = np.ones(len(ids), dtype=np.int32)
+        self.router.step(ids, starts, zeros, zeros, len(ids), lengths)
         return self.buffers.row_of_token.tolist()[: len(ids)]
 
 

@@ -1,6 +1,7 @@
 """The road back, from the worker's steps to the object that a client gets."""
 
 import base64
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,11 +18,12 @@ from eyesplice.fx_passes.request import Request
 from eyesplice.fx_passes.sites import Site
 from eyesplice.integration import answers
 from eyesplice.integration.answer_body import Asked, body, joined, new_scores
-from eyesplice.integration.raw_answers import RawAnswer, StepAnswer
+from eyesplice.integration.raw_answers import RawAnswer, StepAnswer, StepScores
 from eyesplice.integration.scheduler_hook import update_from_output
 from eyesplice.ops.layout import Scope
 
 TEXT = Request().canonical()
+SERIALS = itertools.count()
 
 
 def function(name, kernel, layers=(0,), kind="read", **more) -> FunctionInfo:
@@ -41,10 +43,12 @@ def step(place=(), scores=None, captures=None, errors=None, counts=None) -> Step
     slots = 1 + max(place.values(), default=0)
     default = np.tile(np.array([[3], [5]], dtype=np.int32), (slots, 1, 4))
     return StepAnswer(
+        serial=next(SERIALS),
         place=place,
+        first_slot=0,
         counts=default if counts is None else counts,
         lost=np.zeros(slots, dtype=np.int32),
-        scores=scores or {},
+        scores=step_scores(place, scores) if scores else None,
         captures=captures or {},
         errors=errors or {},
         dtype="float32",
@@ -52,9 +56,31 @@ def step(place=(), scores=None, captures=None, errors=None, counts=None) -> Step
     )
 
 
+def step_scores(place, scores) -> StepScores:
+    """Of requests with these slots: first position and rows `[tokens, scores]` each."""
+    rows = [found for _, found in scores.values()]
+    lengths = np.array([len(found) for found in rows])
+    return StepScores(
+        requests=list(scores),
+        slots=np.array([place[request] for request in scores]),
+        columns=np.array([found.shape[1] for found in rows]),
+        first_position=np.array([first for first, _ in scores.values()]),
+        first_row=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        rows=np.concatenate(rows),
+    )
+
+
+def add(answer: RawAnswer, found: StepAnswer, request="a") -> None:
+    if found.scores is not None:
+        first, rows = found.scores.of(found.scores.requests.index(request))
+        answer.add_scores(np.arange(first, first + len(rows), dtype=np.int32), rows)
+    answer.add_captures(found.captures.get(request, {}))
+
+
 def raw(found: StepAnswer, request="a") -> RawAnswer:
     answer = RawAnswer()
-    answer.add_rows(found, request)
+    add(answer, found, request)
     answer.add_totals(found, request)
     return answer
 
@@ -128,7 +154,7 @@ def test_a_position_that_comes_again_overwrites():
     scores = [ScoreInfo(0, 0, None, Scope.NONE)]
     asked = Asked(program([function("p", "probe")], scores), {})
     answer = raw(step({"a": 1}, {"a": (0, floats([1], [2], [3]))}))
-    answer.add_rows(step({"a": 1}, {"a": (1, floats([8], [9], [10]))}), "a")
+    add(answer, step({"a": 1}, {"a": (1, floats([8], [9], [10]))}))
     score = body(asked, answer)["scores"]["p"]
     assert score["values"] == [1.0, 8.0, 9.0, 10.0]
 
@@ -209,6 +235,7 @@ class FakeScheduler:
             sampling_params=sampling, is_finished=lambda: False
         )
         self.requests = {"a": self.request}
+        self.aborted: set[str] = set()
 
     def run(self, found, *, finish=False, params=None):
         """The output of one step of request a."""
@@ -224,7 +251,8 @@ class FakeScheduler:
             return {0: SimpleNamespace(outputs=[output])}
 
         runner_output = SimpleNamespace(**({"eyesplice": found} if found else {}))
-        update_from_output(original, self, None, runner_output)
+        scheduled = SimpleNamespace(finished_req_ids=self.aborted)
+        update_from_output(original, self, scheduled, runner_output)
         return output.kv_transfer_params
 
 
@@ -271,6 +299,7 @@ def test_results_of_requests_that_are_gone_are_forgotten():
     scheduler.run(step({"a": 1}, {"a": (0, floats([1]))}))
     assert not scheduler._eyesplice_answers.is_empty
     scheduler.requests.clear()
+    scheduler.aborted.add("a")
     scheduler.run(step({"a": 1}, {"a": (1, floats([1]))}))
     assert scheduler._eyesplice_answers.is_empty
 

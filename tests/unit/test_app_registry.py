@@ -100,6 +100,14 @@ def test_what_an_app_needs_is_armed_and_compiled_in(saved):
     assert plain.salt(vllm_config()) != deployment.salt(vllm_config())
 
 
+def test_what_apps_need_can_be_all_that_is_armed(saved):
+    deployment = build({"apps": saved(steer()), "sites": "apps"})
+    assert deployment.wanted == {Site(1, "residual.post"), Site(2, "residual.pre")}
+    assert deployment.bank_shape[1] == HIDDEN
+    with pytest.raises(SpecError, match="deploy an app"):
+        build({"sites": "apps"})
+
+
 def test_values_of_tensors_are_no_part_of_the_salt(saved):
     salts = {
         build({"apps": saved(steer(seed=seed))}).salt(vllm_config())

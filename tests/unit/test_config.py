@@ -104,6 +104,15 @@ def test_sites_that_apps_need_are_armed_unless_the_user_named_the_sites():
     assert not set(needed) & config.wanted(3, 0, needed)
 
 
+def test_what_the_apps_need_can_be_all_that_is_armed():
+    config = parse_config({"sites": "apps"})
+    needed = [Site(1, "attention.heads"), Site(0, "residual.post")]
+    assert config.wanted(3, 0, needed) == {*needed, Site(1, "residual.pre")}
+    assert not config.explicit_sites
+    with pytest.raises(SpecError, match="apps that act somewhere"):
+        config.wanted(3, 0)
+
+
 def test_op_families():
     usual = Family.ADD | Family.RANK1 | Family.READ | Family.GATE | Family.CAPTURE
     assert parse_config({}).families() == usual

@@ -107,13 +107,11 @@ class World:
 
     def step(self, **spans: tuple[int, int]):
         """One step; `spans` are positions (first, last + 1) by request."""
-        lengths = [stop - start for start, stop in spans.values()]
+        lengths = np.array([stop - start for start, stop in spans.values()])
         starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
         positions = torch.cat([torch.arange(*span) for span in spans.values()])
         total = len(positions)
-        self.router.step(
-            list(spans), starts, positions, positions, total, lambda: lengths
-        )
+        self.router.step(list(spans), starts, positions, positions, total, lengths)
         routed = self.router.take_step()
         contracts.inline_(
             value(positions),
@@ -131,12 +129,19 @@ class World:
         found = pending.join()
         for request in (*found.place, *found.errors):
             raw = self.raw.setdefault(request, RawAnswer())
-            raw.add_rows(found, request)
+            add_rows(raw, found, request)
             raw.add_totals(found, request)
         return found
 
     def expected(self, positions: torch.Tensor) -> list[float]:
         return (value(positions) @ self.buffers.bank[1] + 0.5).tolist()
+
+
+def add_rows(raw: RawAnswer, found, request: str) -> None:
+    if found.scores is not None and request in found.scores.requests:
+        first, rows = found.scores.of(found.scores.requests.index(request))
+        raw.add_scores(np.arange(first, first + len(rows), dtype=np.int32), rows)
+    raw.add_captures(found.captures.get(request, {}))
 
 
 def value(positions: torch.Tensor) -> torch.Tensor:
@@ -262,7 +267,7 @@ def test_a_rank_that_does_not_answer_copies_nothing_and_collects_all_the_same():
     )
     world.router.begin("a", latched, 4)
     assert world.step(a=(0, 3)) is None
-    assert int(world.buffers.carry[1, 0, 1]) == 3
+    assert int(world.buffers.carry[ROOM, 0, 1]) == 3
 
 
 @pytest.mark.parametrize(
@@ -296,3 +301,35 @@ def test_a_reduction_over_no_token_has_no_value():
     world.step(a=(0, 4))
     score = answer(world, "a", program)["scores"]["probe"]
     assert score == {"layer": 0, "values": [], "positions": []}
+
+
+def test_a_capture_of_the_prompt_takes_no_room_once_the_prompt_is_over():
+    world, last = World(), probing("last", ClauseKind.LAST)
+    world.router.begin("a", last, 4)
+    regions = []
+
+    def step(**spans):
+        region = world.results.region
+        world.results.region = lambda *args: (
+            regions.append(region(*args)) or regions[-1]
+        )
+        world.step(**spans)
+        world.results.region = region
+
+    step(a=(0, 2))
+    step(a=(2, 5))
+    step(a=(5, 6))
+    assert [region.bound for region in regions] == [0, 1, 0]
+    found = answer(world, "a", last)["captures"]["blocks.0.hook_resid_mid"]
+    assert found["positions"] == [3]
+    # In a slot that was another's, and from the first token after a preemption.
+    world.router.preempt("a")
+    world.router.resume("a")
+    step(a=(0, 4))
+    world.router.end("a")
+    world.router.begin("b", probing("all"), 2)
+    step(b=(0, 3))
+    # Its first tokens came from elsewhere.
+    world.router.begin("c", probing("late", ClauseKind.LAST), 6, position=4)
+    step(c=(4, 6))
+    assert [region.bound for region in regions[3:]] == [1, 3, 1]

@@ -1,5 +1,6 @@
 """The pass on small Dynamo graphs, run before and after: same values, told by name."""
 
+import dataclasses
 import operator
 
 import pytest
@@ -182,8 +183,6 @@ class Spliced:
     """A model compiled with a backend that splices, its graph and its report."""
 
     def __init__(self, model, **changes):
-        import dataclasses
-
         self.model = model
         self.splice = SplicePass(dataclasses.replace(model.plan, **changes))
         torch._dynamo.reset()
@@ -420,3 +419,97 @@ def test_an_add_that_comes_late_belongs_to_the_layer_before(submodule):
         expected = by_hand()
     torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-5)
     assert (expected - plain).abs().max() > 1e-3
+
+
+BOUNDARIES = (
+    Site(0, "residual.pre"),
+    Site(0, "residual.mid"),
+    Site(1, "residual.pre"),
+    Site(1, "residual.mid"),
+    Site(1, "residual.post"),
+)
+SUBSETS = [
+    *((number,) for number in range(5)),
+    *((1, 2), (2, 3), (3, 4), (0, 1, 3), (0, 2, 3, 4)),
+]
+
+
+def _only(chosen) -> Model:
+    """The fused model, armed at the boundaries with these numbers and nowhere else."""
+    model = Model(FusedLayer, wanted=())
+    wanted = frozenset(BOUNDARIES[number] for number in chosen)
+    model.plan = dataclasses.replace(model.plan, wanted=wanted)
+    model.programs = {table: _table() for table in model.plan.tables()}
+    for number, layer in enumerate(model.layers):
+        tables = model.plan.tables_of_layer(number)
+        layer.tables = [model.programs[table] for table in tables]
+    return model
+
+
+def _norms(graph):
+    """Targets and arguments of the graph's own norms, by the norm's place."""
+    nodes = [
+        n for n in graph.nodes if n.target in (OPS.norm.default, OPS.add_norm.default)
+    ]
+    return [(n.target, [str(a) for a in n.args[2:]], len(n.users)) for n in nodes]
+
+
+@pytest.mark.parametrize("chosen", SUBSETS, ids=str)
+def test_boundaries_that_nobody_asks_for_stay_as_they_are(chosen):
+    model = _only(chosen)
+    vanilla = Spliced(model, layers_path="none")
+    with torch.no_grad():
+        expected = vanilla(IDS)
+    before = _norms(vanilla.graph)
+    spliced = Spliced(model)
+    assert torch.equal(spliced(IDS), expected)
+    kept = [norm for number, norm in enumerate(before) if number not in chosen]
+    assert len(before) == 5 and _norms(spliced.graph) == kept
+    ops = spliced.calls(contracts.boundary_)
+    assert len(ops) == len(chosen) and not spliced.report.missing
+    # An add waits for the next boundary of its piece, mid[L] for pre[L + 1], only where
+    # both are ours.
+    deferred = [n in (1, 3) and n + 1 in chosen for n in chosen]
+    assert [node.args[12] for node in ops] == deferred
+    taken = [n in (2, 4) and n - 1 in chosen for n in chosen]
+    assert [node.args[11] is not None for node in ops] == taken
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_a_program_at_the_only_boundary_acts_there_as_by_hand(number):
+    model = _only((number,))
+    (table,) = model.programs
+    spliced = Spliced(model)
+    model.rows[1:3] = 1
+    for stage in Stage:
+        if number == 0 and stage == Stage.BRANCH:
+            continue
+        model.programs[table].copy_(_table(stage, 1.5))
+        with torch.no_grad():
+            expected = _by_hand(model, number, stage)
+        torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
+
+
+def _by_hand(model, number, stage):
+    """The model in plain PyTorch, with the vector added at one stage of one boundary."""
+    place = iter(range(5))
+
+    def norm(module, branch, stream):
+        here = next(place) == number
+
+        def at(value, of):
+            value = value.clone()
+            value[1:3] += 1.5 * model.bank[1] * (here and stage == of)
+            return value
+
+        if branch is not None:
+            stream = stream + at(branch, Stage.BRANCH)
+        stream = at(stream, Stage.STREAM)
+        return at(_norm(stream, module.weight, 1e-5), Stage.NORMED), stream
+
+    branch, stream = None, model.embed(IDS)
+    for layer in model.layers:
+        y, stream = norm(layer.ln1, branch, stream)
+        y, stream = norm(layer.ln2, layer.attn(y), stream)
+        branch = layer.mlp(y)
+    return norm(model.norm, branch, stream)[0]
