@@ -30,6 +30,7 @@ from eyesplice.fx_passes.gate_placement import (
     reduced_scores,
 )
 from eyesplice.fx_passes.gates import Compare, Constant, Gate, ScoreKey, parse_gate
+from eyesplice.fx_passes.kernels import is_own_op
 from eyesplice.fx_passes.order import Place, place_of
 from eyesplice.fx_passes.overflow import refuse_overflow
 from eyesplice.fx_passes.plain import within
@@ -231,7 +232,8 @@ class _Lowering:
                     with within(self.paths[i]):
                         gating = self._gating(i, site, bits[i])
                         entry = write_entry(write, site, self.context, **gating)
-                    self._append(place.table, entry)
+                        table = self._table(place, write, site)
+                    self._append(table, entry)
 
     def _emit_read(self, i: int, site: Site, bits: _Bits) -> None:
         read, place = self.functions[i], place_of(site)
@@ -240,7 +242,7 @@ class _Lowering:
         slot = self.slots[keys[0]] if keys else self.capture_of[i, site]
         gating = self._gating(i, site, bits)
         for entry in read_entries(read, site, slot, self.context, **gating):
-            self._append(place.table, entry)
+            self._append(self._table(place), entry)
         for part in self.circuit.bits:
             own = isinstance(part, Compare) and part.score in keys
             if own and part not in self.circuit.fronts:
@@ -289,12 +291,36 @@ class _Lowering:
                 )
             case LatchBits(mask=mask):
                 entry = Entry(stage=place.stage, opcode=Opcode.LATCH, u=mask, bit=bit)
-        self._append(place.table, entry)
+        self._append(self._table(place), entry)
 
     def _scope(self, part: Compare) -> Scope:
         read = self.functions[part.score.read]
         assert isinstance(read, Read)
         return read.scope
+
+    def _table(
+        self, place: Place, write: Write | None = None, site: Site | None = None
+    ) -> Table:
+        """The table of an entry at a place; a user's own op has one to itself."""
+        custom = self.context.custom
+        if write is None or site is None or not is_own_op(write.kernel):
+            return custom.table_of(place.table, place.stage)
+        free = [
+            c
+            for c in custom
+            if c.runs(write.kernel, write.weight, site, write.app)
+            and c.table not in self.tables
+        ]
+        if free:
+            return free[0].table
+        at_site = {f"{c.op} ({c.weight}) of {c.app}" for c in custom if c.site == site}
+        there = ", ".join(sorted(at_site)) or "none"
+        raise SpecError(
+            "write",
+            f"{write.kernel} ({write.weight}) at {site}",
+            f"the ops of deployed apps at this site, each once: {there}",
+            "put it into an app and restart the engine with it",
+        )
 
     def _append(self, table: Table, entry: Entry) -> None:
         check_family(entry, self.context)

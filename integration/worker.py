@@ -79,7 +79,8 @@ def attach(worker: Any, vllm_config: Any) -> None:
     """Allocate the tables, anchor them on the loaded model and hook the runner.
 
     Raises:
-        SpecError: vectors that cannot be registered.
+        SpecError: vectors that cannot be registered, or a user's op that breaks its
+            contract.
         LookupError: a model without a compiled list of layers.
     """
     deployment = Deployment.of(vllm_config)
@@ -93,7 +94,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
         deployment.shape.widths(),
         answers=_answers(worker, vllm_config.parallel_config),
     )
-    anchor_layers(root, plan, buffers)
+    anchor_layers(root, plan, buffers, deployment.custom_weights(worker.device))
     session = Session(deployment, plan)
     open_session(session)
     contexts: list[Context] = []
@@ -141,6 +142,7 @@ def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SpliceP
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         defer_adds=_inductor_defers(deployment, vllm_config),
         families=int(deployment.families),
+        custom=deployment.custom,
     )
 
 
