@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eyesplice._errors import SpecError
-from eyesplice.fx_passes.plain import suggestion
+from eyesplice.fx_passes.plain import did_you_mean
 
 SCHEMA: Final = "(Tensor(a!) value, Tensor gain, Tensor weight) -> ()"
 _ARGUMENTS: Final = (("value", True), ("gain", False), ("weight", False))
@@ -41,12 +41,12 @@ def find_op(name: str) -> torch._ops.OpOverload:
         SpecError: no such op, another schema, or an op that cannot be traced.
     """
     if name not in (known := _registered(name.partition("::")[0])):
-        shown = ", ".join(known[:20]) or "nothing"
+        shown, near = ", ".join(known[:20]) or "nothing", did_you_mean(name, known)
         raise SpecError(
             "write",
             name,
             f"a registered op; of this library there is {shown}",
-            suggestion(name, known, _REMEDY),
+            (f"write {near} (did you mean that?), or " if near else "") + _REMEDY,
         )
     library, _, op = name.partition("::")
     overloads = getattr(getattr(torch.ops, library), op)

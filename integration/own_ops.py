@@ -58,8 +58,9 @@ def sources(names: Iterable[str]) -> str:
 def _files(module: ModuleType) -> Iterator[Path]:
     for folder in getattr(module, "__path__", ()):
         yield from sorted(Path(folder).rglob("*.py"))
-    if module.__file__ is not None and not hasattr(module, "__path__"):
-        yield Path(module.__file__)
+    file = getattr(module, "__file__", None)
+    if file is not None and not hasattr(module, "__path__"):
+        yield Path(file)
 
 
 def custom_sites(apps: Iterable[str], context: Context) -> CustomSites:
