@@ -1,5 +1,9 @@
 """Users' own ops in real engines, held against plain hooks: alone, mixed, gated, idle."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,6 +222,25 @@ def test_the_site_table_shows_them(running: Engine) -> None:
     assert custom["residual.mid[1]"] == ("userops::bend",) * 2
     assert running.report.num_custom_ops == sum(map(len, custom.values())) == 15
     assert not running.report.missing
+
+
+def test_inspect_shows_them_too(models: Any, folder: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    words = ["inspect", "--model", str(models["llama"]), "--json", "--sites", MID]
+    words += ["--app", str(folder / APPS[MID].name), "--op-module", MODULES[0]]
+    done = subprocess.run(
+        [sys.executable, "-m", "eyesplice.integration.cli.main", *words],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ops"]["custom"] == 1
+    shown = {site["layer"]: site["custom"] for site in found["sites"]}
+    assert shown == {0: [], 1: ["userops::bend"], 2: [], 3: []}
 
 
 def test_gpt2_where_every_site_is_inline(models: Any, folder: Path) -> None:

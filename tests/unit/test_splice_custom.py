@@ -182,6 +182,26 @@ def test_entries_of_the_same_value_come_before_the_own_op(layer, submodule):
     torch.testing.assert_close(Spliced(model)(IDS), expected, rtol=0, atol=1e-5)
 
 
+def test_an_op_on_the_heads():
+    model = Model(
+        FusedLayer, wanted=("attention.heads",), custom=custom((0, "attention.heads"))
+    )
+    (weight,) = model.weights
+
+    def heads(x):
+        return model.layers[0].attn.o_proj(bent(2 * x, weight))
+
+    spliced = Spliced(model)
+    plain = spliced(IDS)
+    switch_on(model)
+    model.layers[0].attn.forward, kept = heads, model.layers[0].attn.forward
+    with torch.no_grad():
+        expected = by_hand(model, {})
+    model.layers[0].attn.forward = kept
+    torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-5)
+    assert ((expected - plain).abs().amax(dim=-1) > 1e-3).tolist() == ACTIVE.tolist()
+
+
 def test_an_op_at_the_embedding_does_not_write_to_an_input():
     model = Model(FusedLayer, custom=custom((0, "residual.pre")))
     embeds = model.embed(IDS).detach()
