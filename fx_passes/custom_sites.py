@@ -13,10 +13,11 @@ boundary's own table keeps the rest. Parts of table `mid[3]`:
 Values that are not part of a boundary have one stage, and nothing to cut.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
+from eyesplice._errors import SpecError
 from eyesplice.fx_passes.order import place_of
 from eyesplice.fx_passes.sites import Site, Table
 from eyesplice.ops.layout import Stage
@@ -51,14 +52,6 @@ class CustomSite:
         """The table of the entries that say on which tokens it acts."""
         return Table("custom", self.site.table[0].layer, self.number)
 
-    def runs(self, op: str, weight: str | None, site: Site, app: str | None) -> bool:
-        """Whether it does what a function does at a site.
-
-        An app has its own; a request's own function has any that is alike.
-        """
-        alike = (self.op, self.weight, self.site) == (op, weight, site)
-        return alike and app in (None, self.app)
-
     @property
     def shape(self) -> tuple[str, ...]:
         """What of it shapes the graph; the values of the tensor do not."""
@@ -82,6 +75,39 @@ class CustomSites:
         found = [custom for custom in self.all if custom.site.table == (table, stage)]
         return tuple(sorted(found, key=lambda c: (place_of(c.site), c.number)))
 
+    def free(
+        self,
+        op: str,
+        weight: str | None,
+        site: Site,
+        app: str | None,
+        taken: Container[Table],
+    ) -> CustomSite:
+        """The first that does what a function does at a site.
+
+        Args:
+            op, weight, site: what and where.
+            app: the app whose own it must be; None for a request's own function, which
+                takes any.
+            taken: tables that other functions of the program have.
+
+        Raises:
+            SpecError: there is none.
+        """
+        here = [custom for custom in self.all if custom.site == site]
+        for custom in here:
+            alike = (custom.op, custom.weight) == (op, weight)
+            if alike and app in (None, custom.app) and custom.table not in taken:
+                return custom
+        there = sorted({f"{_use(c.op, c.weight)} of {c.app}" for c in here})
+        raise SpecError(
+            "write",
+            f"{_use(op, weight)} at {site}",
+            "the ops of deployed apps at this site, each once: "
+            + (", ".join(there) or "none"),
+            "put it into an app and restart the engine with it",
+        )
+
     def cut(self, table: Table) -> Set[Stage]:
         """The stages of a boundary that run before it, in tables of their own."""
         if table.kind not in _BOUNDARIES:
@@ -101,6 +127,10 @@ class CustomSites:
             table,
             *(self.table_of(table, stage) for stage in sorted(self.cut(table))),
         )
+
+
+def _use(op: str, weight: str | None) -> str:
+    return f"{op} ({weight or 'no tensor'})"
 
 
 NO_CUSTOM_SITES: Final = CustomSites()

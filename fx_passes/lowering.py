@@ -232,7 +232,10 @@ class _Lowering:
                     with within(self.paths[i]):
                         gating = self._gating(i, site, bits[i])
                         entry = write_entry(write, site, self.context, **gating)
-                        table = self._table(place, write, site)
+                        table = self._table(place)
+                        if is_own_op(write.kernel):
+                            use = (write.kernel, write.weight, site, write.app)
+                            table = self.context.custom.free(*use, self.tables).table
                     self._append(table, entry)
 
     def _emit_read(self, i: int, site: Site, bits: _Bits) -> None:
@@ -298,29 +301,9 @@ class _Lowering:
         assert isinstance(read, Read)
         return read.scope
 
-    def _table(
-        self, place: Place, write: Write | None = None, site: Site | None = None
-    ) -> Table:
-        """The table of an entry at a place; a user's own op has one to itself."""
-        custom = self.context.custom
-        if write is None or site is None or not is_own_op(write.kernel):
-            return custom.table_of(place.table, place.stage)
-        free = [
-            c
-            for c in custom
-            if c.runs(write.kernel, write.weight, site, write.app)
-            and c.table not in self.tables
-        ]
-        if free:
-            return free[0].table
-        at_site = {f"{c.op} ({c.weight}) of {c.app}" for c in custom if c.site == site}
-        there = ", ".join(sorted(at_site)) or "none"
-        raise SpecError(
-            "write",
-            f"{write.kernel} ({write.weight}) at {site}",
-            f"the ops of deployed apps at this site, each once: {there}",
-            "put it into an app and restart the engine with it",
-        )
+    def _table(self, place: Place) -> Table:
+        """The table of the entries at a place."""
+        return self.context.custom.table_of(place.table, place.stage)
 
     def _append(self, table: Table, entry: Entry) -> None:
         check_family(entry, self.context)

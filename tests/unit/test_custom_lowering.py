@@ -127,7 +127,7 @@ def test_a_requests_own_write_takes_what_is_free():
     ("write", "said"),
     [
         ({"write": BEND, "weight": "own/w", "layers": [2]}, "at this site.*restart"),
-        ({"write": BEND, **MID}, r"\(None\) at residual.mid\[1\]"),
+        ({"write": BEND, **MID}, r"\(no tensor\) at residual.mid\[1\]"),
         ({"write": BEND, "weight": "own/layered", **MID}, "own/layered"),
         (
             {"write": "userops::fails", **MID},
@@ -164,7 +164,7 @@ def test_an_apps_op_that_cannot_run_is_refused(function, said):
 def test_an_app_has_its_own_ops_and_not_anothers():
     drift = APP.functions[3]
     with pytest.raises(
-        SpecError, match=r"other/0.write .*userops::drift .None. of own"
+        SpecError, match=r"other/0.write .*userops::drift .no tensor. of own"
     ):
         lowered("other", context(drift))
     assert len(lowered({"apps": {"own": {}}}, context(drift)).tables) == 2
