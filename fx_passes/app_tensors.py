@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyesplice._errors import SpecError
-from eyesplice.fx_passes.kernels import FIELDS, TENSOR_FIELDS, Kind
+from eyesplice.fx_passes.kernels import FIELDS, TENSOR_FIELDS, Kind, is_own_op
 from eyesplice.fx_passes.plain import join, suggestion
 
 MAX_TENSOR_BYTES: Final = 4 * 2**30
@@ -77,7 +77,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def tensor_fields(kind: Kind, kernel: str) -> tuple[str, ...]:
-    """The fields that must name a tensor; an op of the user's own has none."""
+    """The fields that must name a tensor; an op of the user's own need not have one."""
     return tuple(f for f in FIELDS[kind].get(kernel, ()) if f in TENSOR_FIELDS)
 
 
@@ -101,6 +101,8 @@ def check_uses(
         if not isinstance(name, str):
             continue
         axes = _AXES.get((kind, entry[kind], field), "w")
+        if is_own_op(entry[kind]):
+            axes = "w" if _find(name, tensors, join(path, field)).dim() == 1 else "Rw"
         if field == "bias" and axes == "w":
             _refuse_bias(name, entry[kind], path)
         shape = list(_find(name, tensors, join(path, field)).shape)

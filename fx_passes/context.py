@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSites
 from eyesplice.fx_passes.sites import Site, Submodule
 from eyesplice.ops.layout import ALL_FAMILIES, INT32_MAX, Family
 
@@ -123,6 +124,7 @@ class Context:
         default_apps: apps of requests that name none; disabled ones are passed over.
         num_experts: experts of a mixture layer, 0 for a dense model.
         experts_per_token: experts that each token goes to.
+        custom: the users' own ops of the deployed apps.
     """
 
     num_layers: int
@@ -138,3 +140,4 @@ class Context:
     default_apps: tuple[str, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
+    custom: CustomSites = NO_CUSTOM_SITES

@@ -103,6 +103,7 @@ def defer_adds(
     the unrounded branches, rather than store and load it: as long as both norms are in
     one piece, which an attention op between them would split, and nobody else reads the
     stream. Without doing the same, an idle token would differ from vanilla by a rounding.
+    A user's own op on h needs h, rounded and whole, so there nothing waits.
 
     Args:
         boundaries: the ones that will be spliced, in graph order.
@@ -116,6 +117,9 @@ def defer_adds(
         if (
             first.branch is not None
             and second.branch is not None
+            and not any(
+                Stage.STREAM in plan.custom.cut(b.table) for b in (first, second)
+            )
             and result[place].pending is None
             and not (first.copy_stream or second.copy_stream)
             and second.stream in first.norm.users

@@ -65,6 +65,9 @@ FIELDS: Final[dict[Kind, dict[str, tuple[str, ...]]]] = {
     "write": {kernel: WRITE_FIELDS[kernel] for kernel in WRITE_KERNELS},
 }
 
+OWN_OP_FIELDS: Final = ("weight", "scale")
+"""The fields of a user's own op."""
+
 TENSOR_FIELDS: Final = ("vector", "weight", "u", "v")
 """Fields that name a tensor. `bias` does too where it is a string."""
 
@@ -97,6 +100,11 @@ def known_kernel(kind: Kind, name: str, known: tuple[K, ...], note: str = "") ->
         f"the {kind} kernels {', '.join(known)}{note}",
         suggestion(name, known, "use one of these kernels"),
     )
+
+
+def fields_of(kind: Kind, kernel: str) -> tuple[str, ...]:
+    """The fields that belong to a kernel or to a user's own op."""
+    return OWN_OP_FIELDS if is_own_op(kernel) else FIELDS[kind][kernel]
 
 
 def is_own_op(name: str) -> bool:

@@ -30,6 +30,7 @@ from eyesplice.fx_passes.gate_placement import (
     reduced_scores,
 )
 from eyesplice.fx_passes.gates import Compare, Constant, Gate, ScoreKey, parse_gate
+from eyesplice.fx_passes.kernels import is_own_op
 from eyesplice.fx_passes.order import Place, place_of
 from eyesplice.fx_passes.overflow import refuse_overflow
 from eyesplice.fx_passes.plain import within
@@ -231,7 +232,11 @@ class _Lowering:
                     with within(self.paths[i]):
                         gating = self._gating(i, site, bits[i])
                         entry = write_entry(write, site, self.context, **gating)
-                    self._append(place.table, entry)
+                        table = self._table(place)
+                        if is_own_op(write.kernel):
+                            use = (write.kernel, write.weight, site, write.app)
+                            table = self.context.custom.free(*use, self.tables).table
+                    self._append(table, entry)
 
     def _emit_read(self, i: int, site: Site, bits: _Bits) -> None:
         read, place = self.functions[i], place_of(site)
@@ -240,7 +245,7 @@ class _Lowering:
         slot = self.slots[keys[0]] if keys else self.capture_of[i, site]
         gating = self._gating(i, site, bits)
         for entry in read_entries(read, site, slot, self.context, **gating):
-            self._append(place.table, entry)
+            self._append(self._table(place), entry)
         for part in self.circuit.bits:
             own = isinstance(part, Compare) and part.score in keys
             if own and part not in self.circuit.fronts:
@@ -289,12 +294,16 @@ class _Lowering:
                 )
             case LatchBits(mask=mask):
                 entry = Entry(stage=place.stage, opcode=Opcode.LATCH, u=mask, bit=bit)
-        self._append(place.table, entry)
+        self._append(self._table(place), entry)
 
     def _scope(self, part: Compare) -> Scope:
         read = self.functions[part.score.read]
         assert isinstance(read, Read)
         return read.scope
+
+    def _table(self, place: Place) -> Table:
+        """The table of the entries at a place."""
+        return self.context.custom.table_of(place.table, place.stage)
 
     def _append(self, table: Table, entry: Entry) -> None:
         check_family(entry, self.context)

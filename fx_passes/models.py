@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from eyesplice._errors import SpecError
-from eyesplice.fx_passes.kernels import FIELDS, FUNCTIONS, Kind, is_own_op
+from eyesplice.fx_passes.kernels import FIELDS, FUNCTIONS, Kind, fields_of
 from eyesplice.fx_passes.plain import join, suggestion
 from eyesplice.fx_passes.program import FLOAT32_LIMIT
 
@@ -153,13 +153,13 @@ def validate(model: type[M], value: object, path: str) -> M:
 def check_own_fields(kind: Kind, kernel: str, model: FunctionModel) -> None:
     """Refuse fields that say something and belong to other kernels.
 
-    A user's own op takes the fields of no kernel but `scale`.
+    A user's own op takes `weight` and `scale`.
 
     Raises:
         SpecError: such a field, with the kernels that have it; or a `function` that the
             kernel lacks.
     """
-    own = ("scale",) if is_own_op(kernel) else FIELDS[kind][kernel]
+    own = fields_of(kind, kernel)
     owners: dict[str, list[str]] = {}
     for other, fields in FIELDS[kind].items():
         for field in fields:

@@ -19,6 +19,7 @@ With s the scale, a write changes the length |h| of a value to at most
                      relu: 1 + |s| |U| |V|                  |s| |U| |bias|
                      sigmoid, step: 1                       |s| sum_r |u_r|
     router           its result is a log-softmax, but for epsilon
+    lib::op          not known: the operator answers for it
 
 |U| is the largest singular value. Growth below 1 counts as 1. A write that preserves the
 norm is held to the same bounds, since its result exists before it is scaled back.
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.kernels import is_own_op
 from eyesplice.fx_passes.tensors import Form, digests, values
 from eyesplice.fx_passes.writes import Write
 
@@ -105,6 +107,8 @@ def _bounds(write: Write, layer: int, context: Context) -> tuple[float, float]:
             return 0.0, float((1.0 + scale * tensor(write.vector)).abs().max())
         case "router":
             return write.epsilon or 0.0, 1.0
+        case kernel if is_own_op(kernel):
+            return 0.0, 1.0
         case "feature_clamp":
             decoder, encoder = tensor(write.vector), tensor(write.weight)
             reach = abs(write.value or 0.0) + abs(float(write.bias or 0.0))

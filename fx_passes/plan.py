@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from eyesplice import _version, fx_passes, ops
+from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSite, CustomSites
 from eyesplice.fx_passes.sites import Site, Table
 from eyesplice.ops.layout import ALL_FAMILIES, WORK
 
@@ -31,6 +32,7 @@ class SplicePlan:
         tensor_parallel_size: ranks that share a layer.
         defer_adds: let a boundary leave its add to the next one, as Inductor does.
         families: the op families to compile in, bits of `Family`.
+        custom: the users' own ops to run.
     """
 
     layers_path: str
@@ -44,10 +46,13 @@ class SplicePlan:
     tensor_parallel_size: int = 1
     defer_adds: bool = True
     families: int = int(ALL_FAMILIES)
+    custom: CustomSites = NO_CUSTOM_SITES
 
     def tables(self) -> tuple[Table, ...]:
         """Every program table of the deployment, in memory order."""
-        return tuple(sorted({site.table[0] for site in self.wanted}))
+        values = {site.table[0] for site in self.wanted}
+        cut = {part for table in values for part in self.custom.tables(table)}
+        return tuple(sorted(cut | {custom.table for custom in self.custom}))
 
     def tables_of_layer(self, layer: int) -> tuple[Table, ...]:
         """The tables that a decoder layer's anchor lists, after the shared tensors.
@@ -60,6 +65,11 @@ class SplicePlan:
             for table in self.tables()
             if table.layer == layer or (last and table.layer == self.num_layers)
         )
+
+    def custom_of_layer(self, layer: int) -> tuple[CustomSite, ...]:
+        """The users' own ops whose weights a layer's anchor lists, after the tables."""
+        tables = self.tables_of_layer(layer)
+        return tuple(custom for custom in self.custom if custom.table in tables)
 
     def to_json(self) -> str:
         """A canonical form: equal plans give equal text."""

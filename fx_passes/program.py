@@ -23,6 +23,7 @@ from eyesplice.ops.layout import (
     ClauseKind,
     Family,
     Function,
+    Header,
     Opcode,
     Reduce,
     Scope,
@@ -34,7 +35,7 @@ from eyesplice.ops.simple import simple
 FLOAT32_LIMIT: Final = 3.4e38
 """Largest magnitude of a number that goes into a table; also "no bound" of a clamp."""
 
-WRITE_OPCODES: Final = range(Opcode.ADD, Opcode.ROUTER + 1)
+WRITE_OPCODES: Final = (*range(Opcode.ADD, Opcode.ROUTER + 1), Opcode.CUSTOM)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def check_room(program: Program, context: Context) -> None:
         writes = [entry.opcode in WRITE_OPCODES for entry in entries]
         kinds = [*(["writes"] * any(writes)), *(["reads"] * (not all(writes)))]
         shown = " and ".join(kinds)
-        sites = ", ".join(map(str, _sites(table, context.num_layers)))
+        sites = ", ".join(map(str, _sites(table, context)))
         raise SpecError(
             f"{shown} at {sites}, which share one table:",
             f"{len(entries)} entries",
@@ -77,10 +77,11 @@ def check_room(program: Program, context: Context) -> None:
         )
 
 
-def _sites(table: Table, num_layers: int) -> Iterator[Site]:
+def _sites(table: Table, context: Context) -> Iterator[Site]:
     """The sites whose entries the table holds."""
     for layer in range(max(0, table.layer - 1), table.layer + 1):
         for name in SUBMODULES:
             site = Site(layer, name)
-            if layer < num_layers and site.table[0] == table:
+            holds = context.custom.table_of(*site.table) == table
+            if layer < context.num_layers and holds:
                 yield site

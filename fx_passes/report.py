@@ -19,6 +19,7 @@ class SiteRow:
         node: the name of the value in the graph before the splice, "" when missing.
         shape: its shape per batch, such as "[s72, 576]", "" when missing.
         reason: why it is missing, None when it is armed.
+        custom: the users' own ops that run there, in order.
     """
 
     site: Site
@@ -26,6 +27,7 @@ class SiteRow:
     node: str = ""
     shape: str = ""
     reason: str | None = None
+    custom: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class SpliceReport:
     rows: tuple[SiteRow, ...]
     num_boundary_ops: int
     num_inline_ops: int
+    num_custom_ops: int = 0
 
     @property
     def missing(self) -> tuple[SiteRow, ...]:
@@ -47,8 +50,16 @@ class SpliceReport:
             {**asdict(row), "site": [row.site.layer, row.site.submodule]}
             for row in self.rows
         ]
-        counts = {"boundary": self.num_boundary_ops, "inline": self.num_inline_ops}
-        return json.dumps({"rows": rows, "ops": counts}, indent=1)
+        return json.dumps({"rows": rows, "ops": self.counts}, indent=1)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many ops of each kind were inserted."""
+        return {
+            "boundary": self.num_boundary_ops,
+            "inline": self.num_inline_ops,
+            "custom": self.num_custom_ops,
+        }
 
     @staticmethod
     def from_json(text: str) -> "SpliceReport":
@@ -58,6 +69,7 @@ class SpliceReport:
         for row in plain["rows"]:
             layer, name = row.pop("site")
             submodule, _ = parse_submodule(name)
-            rows.append(SiteRow(Site(layer, submodule), **row))
+            custom = tuple(row.pop("custom"))
+            rows.append(SiteRow(Site(layer, submodule), **row, custom=custom))
         ops = plain["ops"]
-        return SpliceReport(tuple(rows), ops["boundary"], ops["inline"])
+        return SpliceReport(tuple(rows), ops["boundary"], ops["inline"], ops["custom"])

@@ -56,15 +56,20 @@ _ALIAS: Final = re.compile(r"blocks\.(-?[0-9]{1,6}|\*)\.(.+)")
 _ONE_LAYER: Final = re.compile(r"\s*-?[0-9]{1,6}\s*")
 _LAYER_RANGE: Final = re.compile(r"\s*([0-9]{1,6})\s*-\s*([0-9]{1,6})\s*")
 
-TableKind = Literal["pre", "mid", "heads", "router"]
+TableKind = Literal["pre", "mid", "heads", "router", "custom"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Table:
-    """One program table: a boundary, or a single value away from the boundaries."""
+    """One program table: a boundary, or a single value away from the boundaries.
+
+    `part` is not 0 in what users' own ops bring: their own tables, which it numbers, and
+    the stages that they cut off a boundary.
+    """
 
     kind: TableKind
     layer: int
+    part: int = 0
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -26,6 +26,18 @@ families that are compiled in):
     ----
     h: bf16[T, H] = branch + stream
     eyesplice.inline_(h, 1, rows, select, pre_2, bank, work, 1023)
+
+A user's own op runs behind the programs' entries at its value. At h of a boundary
+(`custom_sites` says which tables the boundary is cut into):
+
+    eyesplice.inline_(branch, 0, rows, select, mid_1_x, bank, work, 1023)
+    stream_1: bf16[T, H] = branch + stream
+    eyesplice.inline_(stream_1, 1, rows, select, mid_1_h, bank, work, 1023)
+    gain: f32[T] = eyesplice.custom_gain(stream_1, rows, select, custom_1, work)
+    lib.op(stream_1, gain, weight_1)
+    normed: bf16[T, H] = eyesplice.boundary_(
+        stream_1, None, weight, 0.0, 1e-5, rows, select, mid_1, bank, work, 1023,
+        None, False)
 """
 
 import operator
@@ -35,12 +47,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from eyesplice.fx_passes.graph_facts import value_of
+from eyesplice.fx_passes.custom_ops import find_op
+from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSites
+from eyesplice.fx_passes.graph_facts import value_of, writes_to
 from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
 from eyesplice.fx_passes.records import Found, FusedBoundary, InlineValue
 from eyesplice.fx_passes.sites import Table
 from eyesplice.ops import contracts
-from eyesplice.ops.layout import WORK
+from eyesplice.ops.layout import WORK, Stage
 
 
 @dataclass(slots=True)
@@ -52,31 +66,34 @@ class Anchored:
         shared: the placeholders of SHARED_TENSORS, by name.
         programs: the placeholder of each program table.
         families: the op families that every op compiles in.
+        custom: the users' own ops.
+        weights: the placeholder of each one's weight, by its number.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
     shared: dict[str, fx.Node] = field(default_factory=dict)
     programs: dict[Table, fx.Node] = field(default_factory=dict)
     families: int = 0
+    custom: CustomSites = NO_CUSTOM_SITES
+    weights: dict[int, fx.Node] = field(default_factory=dict)
 
 
 def read_anchors(graph: fx.Graph, plan: SplicePlan) -> Anchored:
     """The tensors behind the graph's anchors, each as the placeholder it came in by."""
-    anchored = Anchored(families=plan.families)
+    anchored = Anchored(families=plan.families, custom=plan.custom)
     for node in graph.nodes:
         if node.target is not contracts.anchor:
             continue
         anchored.nodes.append(node)
         tensors, layer = node.args
         assert isinstance(layer, int)
-        shared, programs = (
-            tensors[: len(SHARED_TENSORS)],
-            tensors[len(SHARED_TENSORS) :],
-        )
-        anchored.shared = dict(zip(SHARED_TENSORS, shared, strict=True))
-        anchored.programs.update(
-            zip(plan.tables_of_layer(layer), programs, strict=True)
-        )
+        tables, custom = plan.tables_of_layer(layer), plan.custom_of_layer(layer)
+        first = len(SHARED_TENSORS)
+        last = first + len(tables)
+        anchored.shared = dict(zip(SHARED_TENSORS, tensors[:first], strict=True))
+        anchored.programs.update(zip(tables, tensors[first:last], strict=True))
+        numbers = (one.number for one in custom)
+        anchored.weights.update(zip(numbers, tensors[last:], strict=True))
     return anchored
 
 
@@ -118,15 +135,23 @@ def _splice_fused(
     replaced: dict[fx.Node, fx.Node],
 ) -> None:
     norm = boundary.norm
+    stream = replaced.get(boundary.stream, boundary.stream)
     with graph.inserting_before(norm):
-        stream = replaced.get(boundary.stream, boundary.stream)
-        if boundary.copy_stream:
+        branch, cut = boundary.branch, anchored.custom.cut(boundary.table)
+        if branch is not None and Stage.BRANCH in cut:
+            branch = _own(graph, branch, norm)
+            _run(graph, branch, boundary.table, Stage.BRANCH, anchored, norm)
+        if Stage.STREAM in cut and branch is not None:
+            stream, branch = _add(graph, branch, stream, norm), None
+        elif boundary.copy_stream:
             stream = _copy(graph, stream, norm)
+        if Stage.STREAM in cut:
+            _run(graph, stream, boundary.table, Stage.STREAM, anchored, norm)
         normed = graph.call_function(
             contracts.boundary_,
             (
                 stream,
-                boundary.branch,
+                branch,
                 boundary.weight,
                 boundary.weight_offset,
                 boundary.eps,
@@ -135,7 +160,8 @@ def _splice_fused(
                 boundary.defer,
             ),
         )
-    _describe(normed, norm, _like(value_of(stream)))
+        _describe(normed, norm, _like(value_of(stream)))
+        _run_custom(graph, normed, boundary.table, Stage.NORMED, anchored, norm)
     if boundary.branch is None:
         _replace_later_uses(boundary.stream, stream, normed)
         replaced[boundary.stream] = stream
@@ -156,13 +182,65 @@ def _splice_inline(graph: fx.Graph, found: InlineValue, anchored: Anchored) -> N
     with graph.inserting_before(found.before):
         if value.op == "placeholder":
             value = _copy(graph, value, found.before)
-        node = graph.call_function(
-            contracts.inline_,
-            (value, int(found.stage), *_tables(anchored, found.table)),
-        )
-    _describe(node, found.before, None)
+        node = _run(graph, value, found.table, found.stage, anchored, found.before)
     if value is not found.value:
         _replace_later_uses(found.value, value, node)
+
+
+def _run(
+    graph: fx.Graph,
+    value: fx.Node,
+    table: Table,
+    stage: Stage,
+    anchored: Anchored,
+    like: fx.Node,
+) -> fx.Node:
+    """Run one stage on a value in place: its entries, then the users' own ops."""
+    own_table = anchored.custom.table_of(table, stage)
+    node = graph.call_function(
+        contracts.inline_, (value, int(stage), *_tables(anchored, own_table))
+    )
+    _describe(node, like, None)
+    _run_custom(graph, value, table, stage, anchored, like)
+    return node
+
+
+def _run_custom(
+    graph: fx.Graph,
+    value: fx.Node,
+    table: Table,
+    stage: Stage,
+    anchored: Anchored,
+    like: fx.Node,
+) -> None:
+    """Run the users' own ops of one stage on a value in place."""
+    shared = anchored.shared
+    rows = value_of(value)
+    assert rows is not None
+    for custom in anchored.custom.at(table, stage):
+        program, work = anchored.programs[custom.table], [shared[n] for n in WORK]
+        gain = graph.call_function(
+            contracts.custom_gain,
+            (value, shared["row_of_token"], shared["select"], program, work),
+        )
+        _describe(gain, like, rows.new_empty((rows.shape[0],), dtype=torch.float32))
+        weight = anchored.weights[custom.number]
+        node = graph.call_function(find_op(custom.op), (value, gain, weight))
+        _describe(node, like, None)
+
+
+def _own(graph: fx.Graph, branch: fx.Node, norm: fx.Node) -> fx.Node:
+    """The branch, or a copy if its buffer is not this boundary's to write to."""
+    writers = {user for user in branch.users if writes_to(user, branch)}
+    if branch.op != "placeholder" and set(branch.users) <= {norm} | writers:
+        return branch
+    return _copy(graph, branch, norm)
+
+
+def _add(graph: fx.Graph, x: fx.Node, stream: fx.Node, like: fx.Node) -> fx.Node:
+    total = graph.call_function(torch.add, (x, stream))
+    _describe(total, like, _like(value_of(stream)))
+    return total
 
 
 def _copy(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:

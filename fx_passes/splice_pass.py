@@ -1,5 +1,7 @@
 """The pass: finds the wanted sites of a whole Dynamo graph and splices them, once."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Final
 
 from torch import fx
@@ -10,13 +12,15 @@ from eyesplice.fx_passes.graph_facts import LayerMap, value_of
 from eyesplice.fx_passes.inner_sites import find_heads, find_router_logits
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.records import Found
-from eyesplice.fx_passes.report import SiteRow, SpliceReport
+from eyesplice.fx_passes.report import Form, SiteRow, SpliceReport
 from eyesplice.fx_passes.splice import read_anchors, splice
 from eyesplice.fx_passes.tokens import token_dimension
 from eyesplice.ops import contracts
 from eyesplice.ops.layout import Stage
 
-SPLICED: Final = (contracts.boundary_, contracts.inline_)
+SPLICED: Final = (contracts.boundary_, contracts.inline_, contracts.custom_gain)
+"""The ops, as a report counts them; each `custom_gain` has a user's own op behind it."""
+
 _NOT_FOUND: Final = "no such value was found in the graph"
 
 
@@ -46,10 +50,11 @@ class SplicePass:
         found = self._keep_wanted(self._find(graph, layers))
         if self.plan.defer_adds:
             found.fused = defer_adds(found.fused, layers, self.plan)
-        report = self._report(found)
+        rows = self._rows(found)
         splice(graph, found, anchored)
         graph.lint()
-        return report
+        counts = Counter(node.target for node in graph.nodes)
+        return SpliceReport(rows, *(counts[op] for op in SPLICED))
 
     def _find(self, graph: fx.Graph, layers: LayerMap) -> Found:
         plan = self.plan
@@ -75,7 +80,8 @@ class SplicePass:
             missing=found.missing,
         )
 
-    def _report(self, found: Found) -> SpliceReport:
+    def _rows(self, found: Found) -> tuple[SiteRow, ...]:
+        """The site table."""
         fused = {boundary.table: boundary for boundary in found.fused}
         inline = {(value.table, value.stage): value for value in found.inline}
         rows = []
@@ -87,14 +93,21 @@ class SplicePass:
                 node = (boundary.branch, boundary.stream, boundary.norm)[stage]
                 shape = value_of(boundary.stream)
                 assert node is not None
-                rows.append(SiteRow(site, "fused", node.name, _shape(shape)))
+                form: Form = (
+                    "inline" if stage in self.plan.custom.cut(table) else "fused"
+                )
+                row = SiteRow(site, form, node.name, _shape(shape))
             elif (table, stage) in inline:
                 node = inline[table, stage].value
-                rows.append(SiteRow(site, "inline", node.name, _shape(value_of(node))))
+                row = SiteRow(site, "inline", node.name, _shape(value_of(node)))
             else:
                 reason = found.missing.get((table, stage), _NOT_FOUND)
-                rows.append(SiteRow(site, None, reason=reason))
-        return SpliceReport(tuple(rows), len(found.fused), len(found.inline))
+                row = SiteRow(site, None, reason=reason)
+            ops = tuple(
+                c.op for c in self.plan.custom.at(table, stage) if c.site == site
+            )
+            rows.append(replace(row, custom=ops if row.form else ()))
+        return tuple(rows)
 
 
 def is_spliced(graph: fx.Graph) -> bool:

@@ -12,6 +12,7 @@ With v, u and w tensors as the bank stores them, each write is one entry per lay
     replace          REPLACE                                   scale
     mask             MASK                                      scale
     router           ROUTER                                    epsilon
+    lib::op          CUSTOM                                    scale
 """
 
 import math
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.kernels import is_own_op
 from eyesplice.fx_passes.program import FLOAT32_LIMIT, Entry
 from eyesplice.fx_passes.sites import Site
 from eyesplice.fx_passes.writes import Write
@@ -63,6 +65,8 @@ def _fields(write: Write, site: Site, context: Context) -> dict[str, Any]:
             at = write.layers.index(site.layer)
             row = table.mask_row(write.activate[at], write.deactivate[at])
             return {"opcode": Opcode.ROUTER, "u": row, "gain": write.epsilon}
+        case kernel if is_own_op(kernel):
+            return {"opcode": Opcode.CUSTOM, "gain": write.scale}
     assert write.vector is not None
     row = table.row(write.vector, site.layer)
     if write.kernel in _ADDED:

@@ -6,12 +6,12 @@ from typing import Any, Final
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.conditions import resolve_condition
 from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.custom_ops import find_op
 from eyesplice.fx_passes.experts import parse_experts
 from eyesplice.fx_passes.kernels import (
     FUNCTIONS,
-    WRITE_FIELDS,
     WRITE_KERNELS,
-    WriteKernel,
+    fields_of,
     is_own_op,
     known_kernel,
 )
@@ -23,7 +23,6 @@ from eyesplice.fx_passes.plain import number, within
 from eyesplice.fx_passes.sites import Submodule
 from eyesplice.fx_passes.tensors import Form, check_tensor
 
-_NO_OWN_OPS: Final = ". Ops of your own are not available in this version"
 _DEFAULTS: Final = {
     "offset": 0.0,
     "bias": 0.0,
@@ -50,6 +49,7 @@ class Write:
                              p = weight.h + bias if p > threshold, else 0
             router           s = log_softmax(h); max(s) + epsilon for experts to activate,
                              min(s) - epsilon for those to deactivate, s for the others
+            lib::op          what a user's own op does with scale and weight
         vector: name of the registered tensor v; None for kernels without.
         layers: ascending decoder layers.
         submodule: the value of each layer that is written.
@@ -61,7 +61,7 @@ class Write:
         name: the client's label, or that of an app's function.
         gate: condition on scores, reads under full names; None for no gate.
         preserve_norm: whether h is then scaled to the length that it had before.
-        weight: name of feature_clamp's encoder row.
+        weight: name of feature_clamp's encoder row, or of the rows of a user's own op.
         u: name of affine's rows u_r.
         v: name of affine's rows v_r.
         bias: feature_clamp's bias, or the name of affine's biases.
@@ -74,7 +74,7 @@ class Write:
         app: the app that it is of.
     """
 
-    kernel: WriteKernel
+    kernel: str
     vector: str | None
     layers: tuple[int, ...]
     submodule: Submodule
@@ -137,10 +137,12 @@ def parse_write(
     """
     model = validate(WriteModel, value, path)
     with within(path):
-        note = _NO_OWN_OPS if is_own_op(model.write) else ""
-        kernel = known_kernel("write", model.write, WRITE_KERNELS, note)
+        kernel = _kernel(model.write, origin, context)
         check_own_fields("write", kernel, model)
-        tensors = origin.tensors(model, WRITE_FIELDS[kernel], value)
+        # An op of the user's own has a tensor or has none.
+        optional = is_own_op(kernel) and model.weight is None
+        own_fields = () if optional else fields_of("write", kernel)
+        tensors = origin.tensors(model, own_fields, value)
         check_printable("name", model.name)
         when = resolve_condition(model.when, origin.token_names(context))
         router: dict[str, Any] = {}
@@ -178,9 +180,30 @@ _OWN: Final = (
 )
 
 
-def _own(key: str, kernel: WriteKernel, model: WriteModel) -> float | str | None:
+def _kernel(name: str, origin: Origin, context: Context) -> str:
+    """The kernel of this name; a user's own op if apps may use it or one does.
+
+    Raises:
+        SpecError: there is none, or an op that only apps can bring.
+    """
+    if not is_own_op(name):
+        return known_kernel("write", name, WRITE_KERNELS)
+    if origin.app is not None:
+        find_op(name)
+    elif name not in (known := sorted({custom.op for custom in context.custom})):
+        raise SpecError(
+            "write",
+            name,
+            f"the write kernels {', '.join(WRITE_KERNELS)}; of users' own ops those of "
+            f"the deployed apps: {', '.join(known) or 'none'}",
+            "put it into an app and restart the engine with it",
+        )
+    return name
+
+
+def _own(key: str, kernel: str, model: WriteModel) -> float | str | None:
     """A field of the kernel with its default, None where the kernel has it not."""
-    if key not in WRITE_FIELDS[kernel]:
+    if key not in fields_of("write", kernel):
         return None
     value: float | str | None = getattr(model, key)
     if key == "function":
@@ -190,7 +213,7 @@ def _own(key: str, kernel: WriteKernel, model: WriteModel) -> float | str | None
     return value if value is None or isinstance(value, str) else number(value)
 
 
-def _check_numbers(kernel: WriteKernel, model: WriteModel) -> None:
+def _check_numbers(kernel: str, model: WriteModel) -> None:
     if kernel == "affine" and isinstance(model.bias, float | int):
         raise SpecError(
             "bias",
@@ -213,14 +236,15 @@ def _check_numbers(kernel: WriteKernel, model: WriteModel) -> None:
 
 
 def _check_tensors(
-    kernel: WriteKernel,
+    kernel: str,
     tensors: dict[str, str],
     submodule: Submodule,
     context: Context,
 ) -> None:
     if kernel != "affine":
+        form: Form = "rows" if is_own_op(kernel) else "vector"
         for field, name in tensors.items():
-            check_tensor(field, name, "vector", submodule, context)
+            check_tensor(field, name, form, submodule, context)
         return
     rank = check_tensor("u", tensors["u"], "rows", submodule, context)
     forms: dict[str, Form] = {"v": "rows", "bias": "numbers"}

@@ -6,9 +6,10 @@ erases again. The compiled code fetches the buffers from the live modules by nam
 a warm start, where nothing is traced, registering them is enough.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
 from eyesplice.integration import ledger
@@ -48,13 +49,19 @@ def _inside_list(path: str) -> bool:
     return any(part.isdigit() for part in path.split("."))
 
 
-def anchor_layers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:
+def anchor_layers(
+    root: nn.Module,
+    plan: SplicePlan,
+    buffers: Buffers,
+    weights: Sequence[Tensor] = (),
+) -> None:
     """Register the tables on the decoder layers, and the hooks that read them.
 
     Args:
         root: the compiled module.
         plan: tells which tables each layer lists.
         buffers: the tables; every layer gets the same shared tensors.
+        weights: of the users' own ops of the plan.
     """
     layers = root.get_submodule(plan.layers_path)
     assert isinstance(layers, nn.ModuleList)
@@ -66,19 +73,18 @@ def anchor_layers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:
             layer.register_buffer(
                 _PREFIX + name, getattr(buffers, name), persistent=False
             )
-        for place, table in enumerate(tables):
-            program = buffers.program[buffers.index[table]]
-            layer.register_buffer(
-                f"{_PREFIX}program_{place}", program, persistent=False
-            )
+        own = [buffers.program[buffers.index[table]] for table in tables]
+        own += [weights[custom.number] for custom in plan.custom_of_layer(number)]
+        for place, tensor in enumerate(own):
+            layer.register_buffer(f"{_PREFIX}own_{place}", tensor, persistent=False)
         layer.eyesplice_layer = number  # type: ignore[assignment]
-        layer.eyesplice_programs = len(tables)  # type: ignore[assignment]
+        layer.eyesplice_own = len(own)  # type: ignore[assignment]
         layer.register_forward_pre_hook(_anchor)
 
 
 def _anchor(layer: Any, args: Any) -> None:
     # Dynamo traces this: plain attribute reads only.
     tensors = [getattr(layer, _PREFIX + name) for name in SHARED_TENSORS]
-    for place in range(layer.eyesplice_programs):
-        tensors.append(getattr(layer, f"{_PREFIX}program_{place}"))
+    for place in range(layer.eyesplice_own):
+        tensors.append(getattr(layer, f"{_PREFIX}own_{place}"))
     contracts.anchor(tensors, layer.eyesplice_layer)

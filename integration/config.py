@@ -55,6 +55,7 @@ class EyespliceConfig(BaseModel):
         on_error: what to do with a request that cannot be served as written: "reject"
             it, or serve it "unsteered" and say so in its answer.
         allow_registration: whether apps and vectors may be registered over HTTP.
+        op_modules: modules that register ops of the user's own, imported in every process.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -71,6 +72,7 @@ class EyespliceConfig(BaseModel):
     token_sets: int = Field(default=32, ge=1, le=4096)
     on_error: Literal["reject", "unsteered"] = "reject"
     allow_registration: bool = False
+    op_modules: list[str] = []
     # Set by the plugin, never by the user: part of vLLM's compile-cache key.
     salt: str = ""
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSites
 from eyesplice.fx_passes.plan import salt
 from eyesplice.fx_passes.report import SpliceReport
 from eyesplice.fx_passes.sites import Site
+from eyesplice.integration import own_ops
 from eyesplice.integration.app_registry import AppRegistry, Needs, TokenSets
 from eyesplice.integration.buffers import BufferSizes
 from eyesplice.integration.config import (
@@ -45,6 +47,7 @@ class Deployment:
         needs: what the apps need of the engine.
         wanted: the sites to arm.
         families: the op families to compile in.
+        custom: the users' own ops of the apps.
     """
 
     config: EyespliceConfig
@@ -56,6 +59,7 @@ class Deployment:
     needs: Needs
     wanted: frozenset[Site]
     families: Family
+    custom: CustomSites = NO_CUSTOM_SITES
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Deployment | None":
@@ -76,6 +80,7 @@ class Deployment:
         Raises:
             SpecError: vectors or apps that cannot be registered or served.
         """
+        own_ops.import_modules(config.op_modules)
         shape, model = ModelShape.of(vllm_config), vllm_config.model_config
         key = content_key(config, shape, model)
         made = _latest.get(key, lambda: cls._make(config, vllm_config))
@@ -112,7 +117,10 @@ class Deployment:
             wanted=every_site(shape.num_layers, shape.num_experts),
             families=ALL_FAMILIES,
         )
-        needs = Needs.of(apps, anything._context(dict.fromkeys(anything.wanted)))
+        context = anything._context(dict.fromkeys(anything.wanted))
+        custom = own_ops.custom_sites(apps.names, context)
+        anything = replace(anything, custom=custom)
+        needs = Needs.of(apps, replace(context, custom=custom))
         registry.freeze()
         found = replace(
             anything,
@@ -152,7 +160,19 @@ class Deployment:
             default_apps=config.default_apps,
             num_experts=shape.num_experts,
             experts_per_token=shape.experts_per_token,
+            custom=self.custom,
         )
+
+    def custom_weights(self, device: torch.device) -> list[Tensor]:
+        """The weights of the users' own ops, which are seen to keep their contract.
+
+        Raises:
+            SpecError: an op that does not.
+        """
+        context = self._context({})
+        found = own_ops.weights(self.custom, context, self.dtype, device)
+        own_ops.verify_all(self.custom, found)
+        return found
 
     def token_set_rows(self) -> Tensor:
         """int32 `[token_sets, ceil(vocabulary / 32)]` on the CPU, a bit per token id."""
@@ -214,6 +234,8 @@ class Deployment:
                 str(vllm_config.scheduler_config.max_num_seqs),
                 model.hf_config.to_json_string(use_diff=False),
                 torch.__version__,
+                str([custom.shape for custom in self.custom]),
+                own_ops.sources(config.op_modules),
             ]
         )
 

@@ -13,6 +13,7 @@ from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.deployment import Deployment, switched_on
+from eyesplice.integration.own_ops import import_modules
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.integration.runners import RunnerHooks
@@ -30,9 +31,15 @@ def prepare_worker(worker: Any, vllm_config: Any) -> None:
     Args:
         worker: a new worker whose model is not loaded; safe to pass again.
         vllm_config: the engine's configuration.
+
+    Raises:
+        SpecError: a module of `op_modules` that cannot be imported.
     """
-    if switched_on(vllm_config) is None or getattr(worker, _PREPARED, False):
+    config = switched_on(vllm_config)
+    if config is None or getattr(worker, _PREPARED, False):
         return
+    # Before anything compiled is loaded that names their ops.
+    import_modules(config.op_modules)
     setattr(worker, _PREPARED, True)
     _after(worker, "load_model", lambda: attach(worker, vllm_config))
     for compiling in ("determine_available_memory", "compile_or_warm_up_model"):
@@ -79,7 +86,8 @@ def attach(worker: Any, vllm_config: Any) -> None:
     """Allocate the tables, anchor them on the loaded model and hook the runner.
 
     Raises:
-        SpecError: vectors that cannot be registered.
+        SpecError: vectors that cannot be registered, or a user's op that breaks its
+            contract.
         LookupError: a model without a compiled list of layers.
     """
     deployment = Deployment.of(vllm_config)
@@ -93,7 +101,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
         deployment.shape.widths(),
         answers=_answers(worker, vllm_config.parallel_config),
     )
-    anchor_layers(root, plan, buffers)
+    anchor_layers(root, plan, buffers, deployment.custom_weights(worker.device))
     session = Session(deployment, plan)
     open_session(session)
     contexts: list[Context] = []
@@ -141,6 +149,7 @@ def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SpliceP
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         defer_adds=_inductor_defers(deployment, vllm_config),
         families=int(deployment.families),
+        custom=deployment.custom,
     )
 
 

@@ -5,6 +5,8 @@ boundary_(stream!, branch?, weight, weight_offset, eps, tables...) -> normed
     with the token's program run on x, on h and on y; `stream` becomes h
 inline_(value!, stage, tables...) -> ()
     the program's entries of one stage, run on `value` in place
+custom_gain(value, tables...) -> gain
+    fp32 `[tokens]`: how strongly a user's own op acts on each token of `value`
 anchor(tensors, layer) -> ()
     a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
 route_(row_of_token!, select!, ...) -> ()
@@ -19,6 +21,7 @@ functionalization would chain them through every op of the graph, and copy them.
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Final
 
 import torch
@@ -41,6 +44,10 @@ SCHEMAS: Final = {
         f"float eps, {_TABLES}, Tensor? pending=None, bool defer=False) -> Tensor"
     ),
     "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
+    "custom_gain": (
+        "(Tensor value, Tensor row_of_token, Tensor select, Tensor program, "
+        "Tensor[] work) -> Tensor"
+    ),
     "anchor": "(Tensor[] tensors, int layer) -> ()",
     "route_": (
         "(Tensor(a!) row_of_token, Tensor(b!) select, Tensor[] work, "
@@ -74,6 +81,16 @@ def _boundary_fake(
     return torch.empty_like(stream, memory_format=torch.contiguous_format)
 
 
+def _custom_gain_fake(
+    value: Tensor,
+    row_of_token: Tensor,
+    select: Tensor,
+    program: Tensor,
+    work: Sequence[Tensor],
+) -> Tensor:
+    return value.new_empty((value.shape[0],), dtype=torch.float32)
+
+
 def _nothing(*_: object) -> None:
     return None
 
@@ -84,10 +101,10 @@ def _anchor(tensors: Sequence[Tensor], layer: int) -> None:
 
 def _cuda(name: str) -> Callable[..., Tensor | None]:
     """An implementation that imports the Triton kernel at its first call."""
+    module = "launch_custom" if name == "custom_gain" else "launch"
 
     def run(*args: object) -> Tensor | None:
-        from eyesplice.ops import launch
-
+        launch = import_module(f"eyesplice.ops.{module}")
         result: Tensor | None = getattr(launch, name)(*args)
         return result
 
@@ -98,13 +115,14 @@ def _cuda(name: str) -> Callable[..., Tensor | None]:
 def _register() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema)
-    for name in ("boundary_", "inline_", "route_", "collect_"):
+    for name in ("boundary_", "inline_", "custom_gain", "route_", "collect_"):
         _library.impl(name, getattr(reference, name), "CPU")
         _library.impl(name, _cuda(name), "CUDA")
     _library.impl("anchor", _anchor, "CPU")
     _library.impl("anchor", _anchor, "CUDA")
     _library._register_fake("boundary_", _boundary_fake)
     _library._register_fake("inline_", _nothing)
+    _library._register_fake("custom_gain", _custom_gain_fake)
     _library._register_fake("anchor", _anchor)
 
 
@@ -112,6 +130,7 @@ _register()
 
 boundary_: Final = torch.ops.eyesplice.boundary_.default
 inline_: Final = torch.ops.eyesplice.inline_.default
+custom_gain: Final = torch.ops.eyesplice.custom_gain.default
 anchor: Final = torch.ops.eyesplice.anchor.default
 route_: Final = torch.ops.eyesplice.route_.default
 collect_: Final = torch.ops.eyesplice.collect_.default

@@ -45,6 +45,7 @@ FAMILY_OF: Final = {
     Opcode.COMPARE: Family.GATE,
     Opcode.LOGIC: Family.GATE,
     Opcode.LATCH: Family.GATE,
+    Opcode.CUSTOM: Family(0),
 }
 """The family that an opcode needs compiled in."""
 

@@ -14,7 +14,8 @@ has a **slot**, where its own state lies; slot 0 belongs to nobody.
              last the bits of `select` that its latches set
 
 There is one program table per residual-stream boundary (three stages: the branch `x`
-that is added, the stream `h`, the normed `y`) and one per other armed value.
+that is added, the stream `h`, the normed `y`), one per other armed value, and one per
+user's own op at a site.
 
 What the ops write for one another and for the host, the `WORK` tensors:
 
@@ -119,6 +120,10 @@ class Opcode(IntEnum):
     LOGIC:    whether `select` has every (`function`, a `ClauseKind`, AND), any (OR) or
               none (NOR) of the bits u
     LATCH:    whether this token or an earlier one of the request has a bit of u
+
+    For `custom_gain` alone, in a table that no other op sees:
+
+    CUSTOM:   the gain of a user's own op is gain where `select & clause_mask` is not 0
     """
 
     NONE = 0
@@ -133,6 +138,7 @@ class Opcode(IntEnum):
     COMPARE = 9
     LOGIC = 10
     LATCH = 11
+    CUSTOM = 12
 
 
 class Function(IntEnum):

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from eyesplice.ops.layout import Header, Stage
 from eyesplice.ops.reference_collect import collect_
+from eyesplice.ops.reference_custom import custom_gain
 from eyesplice.ops.reference_program import Tables, run, writes
 from eyesplice.ops.reference_route import route_
 from eyesplice.ops.work import Work
 
-__all__ = ["boundary_", "collect_", "inline_", "route_"]
+__all__ = ["boundary_", "collect_", "custom_gain", "inline_", "route_"]
 
 
 def boundary_(

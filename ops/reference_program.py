@@ -60,8 +60,8 @@ def _run_entry(value: Tensor, tokens: Tensor, entry: Entry, tables: Tables) -> N
     bits = select[tokens]
     chosen = tokens[(bits & entry.clause_mask) != 0]
     if entry.counter:
-        _count(entry.counter, 0, chosen, work)
-        _count(entry.counter, 1, tokens[(bits & entry.bit) != 0], work)
+        count(entry.counter, 0, chosen, work)
+        count(entry.counter, 1, tokens[(bits & entry.bit) != 0], work)
     if not len(chosen):
         return
     h = value[chosen]
@@ -74,7 +74,7 @@ def _run_entry(value: Tensor, tokens: Tensor, entry: Entry, tables: Tables) -> N
             value[chosen] = write(h, entry, bank, families)
 
 
-def _count(counter: int, which: int, tokens: Tensor, work: Work) -> None:
+def count(counter: int, which: int, tokens: Tensor, work: Work) -> None:
     """Add one for each of `tokens` to its request's counter."""
     slots = work.slot_of_token[tokens].long()
     one = torch.ones_like(slots).int()

@@ -41,6 +41,14 @@ def inspect_command(
             "all, and those that the model lacks are listed with the reason.",
         ),
     ] = None,
+    app: Annotated[
+        list[Path] | None,
+        typer.Option(help="Deploy this app too: shows where its own ops run."),
+    ] = None,
+    op_module: Annotated[
+        list[str] | None,
+        typer.Option(help="Import this module, which registers ops of your own."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="The model's dtype, as vLLM takes it.")
     ] = "auto",
@@ -66,6 +74,8 @@ def inspect_command(
         dtype=dtype,
         sites=split(sites or []),
         dump=str(_folder(dump)) if dump is not None else None,
+        apps=tuple(str(path.absolute()) for path in app or ()),
+        op_modules=tuple(op_module or ()),
     )
     stderr = Console(stderr=True)
     failure: CommandError | None = None

@@ -40,13 +40,22 @@ def inspect_model(job: InspectJob, found: dict[str, Any]) -> None:
                 dtype=job.dtype,
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                additional_config={"eyesplice": {"sites": list(job.sites) or "all"}},
+                additional_config={"eyesplice": _config(job)},
             )
             config = engine.llm_engine.vllm_config
             found["dtype"] = str(config.model_config.dtype).removeprefix("torch.")
             found["device"] = config.device_config.device_type
         finally:
             _note(job, found)
+
+
+def _config(job: InspectJob) -> dict[str, Any]:
+    config: dict[str, Any] = {"sites": list(job.sites) or "all"}
+    if job.apps:
+        config["apps"] = list(job.apps)
+    if job.op_modules:
+        config["op_modules"] = list(job.op_modules)
+    return config
 
 
 def describe(report: SpliceReport) -> dict[str, Any]:
@@ -64,11 +73,11 @@ def describe(report: SpliceReport) -> dict[str, Any]:
             "node": row.node or None,
             "shape": row.shape or None,
             "reason": row.reason,
+            "custom": list(row.custom),
         }
         for row in rows
     ]
-    ops = {"boundary": report.num_boundary_ops, "inline": report.num_inline_ops}
-    return {"ops": ops, "missing": len(report.missing), "sites": sites}
+    return {"ops": report.counts, "missing": len(report.missing), "sites": sites}
 
 
 def _note(job: InspectJob, found: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ class InspectJob:
         dtype: as vLLM takes it, such as "auto".
         sites: submodules or aliases to arm; empty for every one.
         dump: an existing folder for the graphs, None for no dump.
+        apps: apps to deploy, whose sites and own ops are then in the graph.
+        op_modules: modules that register the apps' own ops.
     """
 
     kind: ClassVar[str] = "inspect"
@@ -21,6 +23,8 @@ class InspectJob:
     dtype: str
     sites: tuple[str, ...]
     dump: str | None
+    apps: tuple[str, ...] = ()
+    op_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

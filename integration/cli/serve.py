@@ -32,6 +32,12 @@ def serve_command(
             help="An app for requests that name none. May be given several times."
         ),
     ] = None,
+    op_module: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A module that registers ops of your own. May be given several times."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model with vLLM's OpenAI server, eyesplice switched on.
 
@@ -39,13 +45,17 @@ def serve_command(
     --additional-config, whose "eyesplice" object may hold further keys.
     """
     require_engine()
-    own = own_part(tuple(app or ()), vectors, tuple(default or ()))
+    modules = tuple(op_module or ())
+    own = own_part(tuple(app or ()), vectors, tuple(default or ()), modules)
     command = server_command(model, own, list(context.args))
     os.execv(command[0], command)
 
 
 def own_part(
-    apps: Sequence[Path], vectors: Path | None, default: Sequence[str]
+    apps: Sequence[Path],
+    vectors: Path | None,
+    default: Sequence[str],
+    op_modules: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The configuration that the command's own options make."""
     own: dict[str, Any] = {}
@@ -55,6 +65,8 @@ def own_part(
         own["vectors"] = str(vectors.absolute())
     if default:
         own["default"] = list(default)
+    if op_modules:
+        own["op_modules"] = list(op_modules)
     return own
 
 

@@ -31,6 +31,7 @@ class SiteLine:
     node: str | None
     shape: str | None
     reason: str | None
+    custom: Sequence[str] = ()
 
     @property
     def readable_shape(self) -> str:
@@ -61,7 +62,7 @@ def site_lines(found: Mapping[str, Any]) -> list[SiteLine]:
 
 
 def groups(lines: Iterable[SiteLine]) -> list[Group]:
-    """Group sites by submodule, form, shape and reason.
+    """Group sites by submodule, form, own ops, shape and reason.
 
     Reasons that differ only in numbers, such as the layer's, count as one. Submodules
     keep the order in which they first appear.
@@ -71,7 +72,8 @@ def groups(lines: Iterable[SiteLine]) -> list[Group]:
     for line in lines:
         order.setdefault(line.submodule, len(order))
         reason = line.reason and _NUMBER.sub("N", line.reason)
-        key = (line.submodule, line.form, line.readable_shape, reason)
+        own = tuple(line.custom)
+        key = (line.submodule, line.form, own, line.readable_shape, reason)
         found.setdefault(key, []).append(line)
     grouped = [Group(tuple(members)) for members in found.values()]
     return sorted(grouped, key=lambda group: order[group.first.submodule])
@@ -131,11 +133,13 @@ def missing_notes(lines: Iterable[SiteLine]) -> list[str]:
 def count_note(found: Mapping[str, Any]) -> str:
     """How many sites and ops there are, in one sentence."""
     total, ops = len(found["sites"]), found["ops"]
+    own = f", with {n} ops of your own" if (n := ops.get("custom")) else ""
     return (
         f"{total - found['missing']} of {total} sites armed by {ops['boundary']} "
-        f"boundary ops and {ops['inline']} inline ops"
+        f"boundary ops and {ops['inline']} inline ops{own}"
     )
 
 
 def _form(line: SiteLine) -> Text:
-    return Text(line.form or "missing", style=_STYLES.get(line.form, ""))
+    own = "".join(f" + {op}" for op in line.custom)
+    return Text((line.form or "missing") + own, style=_STYLES.get(line.form, ""))

@@ -158,7 +158,8 @@ def test_the_vanilla_engine_loads_no_plugin() -> None:
 
 def test_a_dump_sees_a_cold_start(tmp_path: Path) -> None:
     cold = "VLLM_DISABLE_COMPILE_CACHE"
-    dump = InspectJob("m", "auto", (), str(tmp_path))
+    dump = InspectJob("m", "auto", (), str(tmp_path), ("a",), ("mine",))
+    assert jobs.from_json(jobs.to_json(dump)) == dump
     assert environment(dump, {}, verbose=False)[cold] == "1"
     assert cold not in environment(INSPECT, {}, verbose=False)
 
@@ -218,6 +219,20 @@ def test_the_short_table_fits_a_terminal() -> None:
     )
     assert "[tokens, 8]" in shown and "blocks.L.ln1.hook_normalized" in shown
     assert len(shown.splitlines()) == 3
+
+
+def test_the_tables_show_ops_of_ones_own() -> None:
+    lines = [site(i, "residual.post", custom=["my::op"] * (i == 1)) for i in range(3)]
+    assert [(g.layers, tuple(g.first.custom)) for g in tables.groups(lines)] == [
+        ("0, 2", ()),
+        ("1", ("my::op",)),
+    ]
+    for table in (tables.short_table(lines), tables.full_table(lines)):
+        assert text(table).count("fused + my::op") == 1
+    found = {"sites": lines, "missing": 0, "ops": {"boundary": 3, "inline": 0}}
+    assert "your own" not in tables.count_note(found)
+    found["ops"] = {**found["ops"], "custom": 2}
+    assert "with 2 ops of your own" in tables.count_note(found)
 
 
 def test_the_full_table_has_every_site_and_reason() -> None:

@@ -91,6 +91,7 @@ def test_what_there_is(engine, client):
         "node": "mul",
         "shape": "[s1, 8]",
         "reason": None,
+        "custom": [],
     }
     assert (second["form"], second["reason"]) == (None, "no experts")
 

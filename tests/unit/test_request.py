@@ -149,7 +149,7 @@ def test_python_sequences_are_lists():
             {"write": "affine"},
             r"writes\[0\]\.vector 'pirate' .*kernels steering_vector",
         ),
-        ({"write": "my::op"}, r"'my::op' .*not available in this version"),
+        ({"write": "my::op"}, r"'my::op' .*deployed apps: none.*put it into an app"),
         (
             {"gate": "truth >= 0"},
             r"(?s)writes\[0\]\.gate .*\^ unknown read: nothing is",

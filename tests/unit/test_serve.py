@@ -49,6 +49,7 @@ def test_the_options_of_the_command_become_keys_and_win(monkeypatch, tmp_path):
         "default": ["guarded"],
     }
     assert own_part((), None, ()) == {}
+    assert own_part((), None, (), ["mine"]) == {"op_modules": ["mine"]}
     text = '{"eyesplice": {"apps": ["/c"], "max_entries": 4}}'
     command = server_command("m", own, ["--additional-config", text])
     assert additional(command) == {"eyesplice": {"max_entries": 4, **own}}

@@ -7,203 +7,26 @@ import pytest
 import torch
 from torch import nn
 
-from eyesplice.fx_passes.plan import SplicePlan
-from eyesplice.fx_passes.program import Entry, pack
 from eyesplice.fx_passes.sites import Site
-from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
+from eyesplice.fx_passes.splice_pass import is_spliced
 from eyesplice.ops import contracts
-from eyesplice.ops.layout import Opcode, Stage
-from eyesplice.ops.work import empty_work
-
-HIDDEN, LAYERS, TOKENS = 16, 2, 5
-SUBMODULES = (
-    "residual.pre",
-    "attention.pre",
-    "attention.post",
-    "residual.mid",
-    "mlp.pre",
-    "mlp.post",
-    "residual.post",
+from eyesplice.ops.layout import Stage
+from tests.toy_graph import (
+    HIDDEN,
+    LAYERS,
+    OPS,
+    SUBMODULES,
+    TOKENS,
+    AddingLayer,
+    FusedLayer,
+    GemmaLayer,
+    Layer,
+    Model,
+    ParallelLayer,
+    Spliced,
+    norm_of,
+    table_of,
 )
-_toy = torch.library.Library("toy", "DEF")
-_toy.define("attention(Tensor q, Tensor(a!) output) -> ()")
-_toy.define("norm(Tensor x, Tensor? weight, float epsilon, int? v=None) -> Tensor")
-_toy.define(
-    "add_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, "
-    "int? variance_size=None) -> (Tensor, Tensor)"
-)
-
-
-def _norm(x, weight, epsilon, v=None):
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    return (y if weight is None else y * weight).to(x.dtype)
-
-
-def _add_norm(x, x_residual, weight, epsilon, variance_size=None):
-    h = x + x_residual
-    return _norm(h, weight, epsilon), h
-
-
-def _attention(q, output):
-    output.copy_(q * 2)
-
-
-_toy.impl("attention", _attention, "CPU")
-_toy.impl("norm", _norm, "CPU")
-_toy.impl("add_norm", _add_norm, "CPU")
-_toy._register_fake("attention", lambda q, output: None)
-_toy._register_fake("norm", _norm)
-_toy._register_fake("add_norm", _add_norm)
-OPS = torch.ops.toy
-
-
-class Norm(nn.Module):
-    offset = 0.0
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(HIDDEN) + 0.5)
-
-    def scale(self):
-        return self.weight.float() + self.offset if self.offset else self.weight
-
-    def forward(self, x, residual=None):
-        if residual is None:
-            return OPS.norm.default(x, self.scale(), 1e-5)
-        return OPS.add_norm.default(x, residual, self.scale(), 1e-5)
-
-
-class GemmaNorm(Norm):
-    offset = 1.0
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-    def forward(self, x):
-        out = torch.empty_like(x)
-        OPS.attention.default(x, out)
-        return self.o_proj(out)
-
-
-class Layer(nn.Module):
-    norm = Norm
-
-    def __init__(self):
-        super().__init__()
-        self.ln1, self.ln2 = self.norm(), self.norm()
-        self.attn, self.mlp = Attention(), nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-
-class FusedLayer(Layer):
-    def forward(self, x, residual):
-        if residual is None:
-            residual, x = x, self.ln1(x)
-        else:
-            x, residual = self.ln1(x, residual)
-        x, residual = self.ln2(self.attn(x), residual)
-        return self.mlp(x), residual
-
-
-class GemmaLayer(FusedLayer):
-    norm = GemmaNorm
-
-
-class AddingLayer(Layer):
-    def forward(self, x, residual):
-        x = x + self.attn(self.ln1(x))
-        return x + 0.5 * self.mlp(self.ln2(x)), None
-
-
-class ParallelLayer(Layer):
-    def forward(self, x, residual):
-        normed = self.ln1(x)
-        return x + (self.attn(normed) + self.mlp(normed)), None
-
-
-class Model(nn.Module):
-    """Embedding, layers, final norm; the tables hang on the layers, as in an engine."""
-
-    def __init__(self, layer, *, wanted=SUBMODULES, half=False, again=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(32, HIDDEN)
-        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
-        self.norm = layer.norm()
-        self.half, self.again = half, again
-        self.plan = SplicePlan(
-            layers_path="layers",
-            num_layers=LAYERS,
-            wanted=frozenset(Site(i, s) for i in range(LAYERS) for s in wanted),
-            attention_ops=frozenset({"toy::attention"}),
-            fused_norm_op="toy::add_norm",
-            norm_op="toy::norm",
-        )
-        self.rows = torch.zeros(64, dtype=torch.int32)
-        self.select = torch.full((64,), -1, dtype=torch.int32)
-        self.bank = torch.randn(3, HIDDEN)
-        self.work = empty_work(64, 2, 2, 4, HIDDEN, torch.float32, "cpu")
-        empty = _table()
-        self.programs = {table: empty.clone() for table in self.plan.tables()}
-        for number, module in enumerate(self.layers):
-            module.number = number
-            module.tables = [
-                self.programs[table] for table in self.plan.tables_of_layer(number)
-            ]
-            module.shared = [self.rows, self.select, self.bank, *self.work]
-            module.register_forward_pre_hook(_anchor)
-
-    def forward(self, input_ids, inputs_embeds=None):
-        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.half:
-            x = x[: x.shape[0] // 2]
-        residual = None
-        for layer in self.layers:
-            before = residual
-            x, residual = layer(x, residual)
-        if residual is None:
-            return self.norm(x)
-        y, _ = self.norm(x, residual)
-        return y + before if self.again else y
-
-
-def _table(stage=Stage.BRANCH, gain=0.0):
-    """A table whose row 1 adds `gain` times bank row 1 at every token."""
-    add = Entry(stage=stage, opcode=Opcode.ADD, u=1, clause_mask=1, gain=gain)
-    return torch.stack([pack((), 4), pack((add,) if gain else (), 4)])
-
-
-def _anchor(module, args):
-    contracts.anchor([*module.shared, *module.tables], module.number)
-
-
-class Spliced:
-    """A model compiled with a backend that splices, its graph and its report."""
-
-    def __init__(self, model, **changes):
-        self.model = model
-        self.splice = SplicePass(dataclasses.replace(model.plan, **changes))
-        torch._dynamo.reset()
-        self.run = torch.compile(model.forward, backend=self._backend, fullgraph=True)
-
-    def _backend(self, module, inputs):
-        self.report = self.splice(module.graph)
-        module.recompile()
-        self.graph = module.graph
-        return module.forward
-
-    def __call__(self, *args, **kwargs):
-        for value in (*args, *kwargs.values()):
-            if value is not None:
-                torch._dynamo.mark_dynamic(value, 0)
-        with torch.no_grad():
-            return self.run(*args, **kwargs)
-
-    def calls(self, op):
-        return [node for node in self.graph.nodes if node.target is op]
-
 
 IDS = torch.arange(TOKENS)
 
@@ -261,7 +84,7 @@ def test_a_program_acts_where_its_site_says(layer, submodule):
     spliced = Spliced(model)
     plain = spliced(IDS)
     table, stage = Site(0, submodule).table
-    model.programs[table].copy_(_table(stage, 1.5))
+    model.programs[table].copy_(table_of(stage, 1.5))
     model.rows[1:3] = 1
     changed = spliced(IDS)
     moved = (changed - plain).abs().amax(dim=-1) > 1e-4
@@ -311,7 +134,7 @@ def test_a_stream_that_is_an_input_is_not_written_to(layer):
     spliced = Spliced(model)
     plain = spliced(None, inputs_embeds=embeds)
     table, stage = Site(0, "residual.pre").table
-    model.programs[table].copy_(_table(stage, 9.0))
+    model.programs[table].copy_(table_of(stage, 9.0))
     model.rows.fill_(1)
     assert (spliced(None, inputs_embeds=embeds) - plain).abs().max() > 1e-3
     assert torch.equal(embeds, before)
@@ -389,7 +212,7 @@ def test_an_add_that_comes_late_belongs_to_the_layer_before(submodule):
     plain = spliced(IDS)
     assert not spliced.report.missing
     table, stage = Site(0, submodule).table
-    model.programs[table].copy_(_table(stage, 1.0))
+    model.programs[table].copy_(table_of(stage, 1.0))
     model.rows[1:3] = 1
     edit = {1: model.bank[1], 2: model.bank[1]}
 
@@ -439,7 +262,7 @@ def _only(chosen) -> Model:
     model = Model(FusedLayer, wanted=())
     wanted = frozenset(BOUNDARIES[number] for number in chosen)
     model.plan = dataclasses.replace(model.plan, wanted=wanted)
-    model.programs = {table: _table() for table in model.plan.tables()}
+    model.programs = {table: table_of() for table in model.plan.tables()}
     for number, layer in enumerate(model.layers):
         tables = model.plan.tables_of_layer(number)
         layer.tables = [model.programs[table] for table in tables]
@@ -484,7 +307,7 @@ def test_a_program_at_the_only_boundary_acts_there_as_by_hand(number):
     for stage in Stage:
         if number == 0 and stage == Stage.BRANCH:
             continue
-        model.programs[table].copy_(_table(stage, 1.5))
+        model.programs[table].copy_(table_of(stage, 1.5))
         with torch.no_grad():
             expected = _by_hand(model, number, stage)
         torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
@@ -505,7 +328,7 @@ def _by_hand(model, number, stage):
         if branch is not None:
             stream = stream + at(branch, Stage.BRANCH)
         stream = at(stream, Stage.STREAM)
-        return at(_norm(stream, module.weight, 1e-5), Stage.NORMED), stream
+        return at(norm_of(stream, module.weight, 1e-5), Stage.NORMED), stream
 
     branch, stream = None, model.embed(IDS)
     for layer in model.layers:
