@@ -6,7 +6,7 @@ from typing import Literal
 
 from eyesplice.fx_passes.sites import Site, parse_submodule
 
-Form = Literal["fused", "inline"]
+Form = Literal["fused", "inline", "module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class SiteRow:
     Attributes:
         site: the layer and submodule.
         form: how it is armed; None when it is missing.
-        node: the name of the value in the graph before the splice, "" when missing.
+        node: the name of the value in the graph before the splice, or the path of the
+            module that gives it; "" when missing.
         shape: its shape per batch, such as "[s72, 576]", "" when missing.
         reason: why it is missing, None when it is armed.
     """
@@ -30,11 +31,12 @@ class SiteRow:
 
 @dataclass(frozen=True, slots=True)
 class SpliceReport:
-    """The site table of one compiled graph, and the counts of what was inserted."""
+    """The site table of one model, and the counts of what was inserted or hooked."""
 
     rows: tuple[SiteRow, ...]
     num_boundary_ops: int
     num_inline_ops: int
+    num_hooks: int = 0
 
     @property
     def missing(self) -> tuple[SiteRow, ...]:
@@ -47,7 +49,11 @@ class SpliceReport:
             {**asdict(row), "site": [row.site.layer, row.site.submodule]}
             for row in self.rows
         ]
-        counts = {"boundary": self.num_boundary_ops, "inline": self.num_inline_ops}
+        counts = {
+            "boundary": self.num_boundary_ops,
+            "inline": self.num_inline_ops,
+            "hooks": self.num_hooks,
+        }
         return json.dumps({"rows": rows, "ops": counts}, indent=1)
 
     @staticmethod
@@ -60,4 +66,4 @@ class SpliceReport:
             submodule, _ = parse_submodule(name)
             rows.append(SiteRow(Site(layer, submodule), **row))
         ops = plain["ops"]
-        return SpliceReport(tuple(rows), ops["boundary"], ops["inline"])
+        return SpliceReport(tuple(rows), ops["boundary"], ops["inline"], ops["hooks"])

@@ -72,6 +72,7 @@ class SplicePass:
         return Found(
             fused=[b for b in found.fused if b.table in tables],
             inline=[v for v in found.inline if (v.table, v.stage) in stages],
+            hooked={key: path for key, path in found.hooked.items() if key in stages},
             missing=found.missing,
         )
 
@@ -91,10 +92,17 @@ class SplicePass:
             elif (table, stage) in inline:
                 node = inline[table, stage].value
                 rows.append(SiteRow(site, "inline", node.name, _shape(value_of(node))))
+            elif (table, stage) in found.hooked:
+                # Only routers: no other value runs inside an op.
+                logits = f"[tokens, {self.plan.num_experts}]"
+                path = found.hooked[table, stage]
+                rows.append(SiteRow(site, "module", path, logits))
             else:
                 reason = found.missing.get((table, stage), _NOT_FOUND)
                 rows.append(SiteRow(site, None, reason=reason))
-        return SpliceReport(tuple(rows), len(found.fused), len(found.inline))
+        return SpliceReport(
+            tuple(rows), len(found.fused), len(found.inline), len(found.hooked)
+        )
 
 
 def is_spliced(graph: fx.Graph) -> bool:

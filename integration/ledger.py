@@ -95,6 +95,15 @@ ATTENTION_OPS: Final = PrivateName(
     versions="0.25.1 and 0.32.0; a list of qualified names",
     when_gone="use compilation_config.splitting_ops, empty in some modes",
 )
+MOE_RUNNER: Final = PrivateName(
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+    "MoERunner",
+    why="isinstance: tells the modules whose op may run the router inside; read are "
+    "gate, moe_config, _fse_fuse_gate and _forward_entry (an op, or Python on CPU)",
+    versions="0.25.1 and 0.32.0; calls self.gate(hidden_states) in _forward_impl unless "
+    "_fse_fuse_gate, in which case one product gives logits and the shared gate",
+    when_gone="look where the experts' op computes router_logits",
+)
 INDUCTOR_PASS: Final = PrivateName(
     "vllm.compilation.passes.inductor_pass",
     "InductorPass",

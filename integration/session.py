@@ -61,9 +61,11 @@ class Session:
         self._refuse_missing(report)
         self.deployment.write_report(report)
         logger.info(
-            "spliced %d boundary and %d inline ops; %d of %d sites are missing",
+            "spliced %d boundary and %d inline ops, hooked %d routers; %d of %d sites "
+            "are missing",
             report.num_boundary_ops,
             report.num_inline_ops,
+            report.num_hooks,
             len(report.missing),
             len(report.rows),
         )

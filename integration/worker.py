@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
@@ -13,6 +14,7 @@ from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
 from eyesplice.integration.buffers import Buffers, BufferSizes
 from eyesplice.integration.deployment import Deployment, switched_on
+from eyesplice.integration.hidden_routers import find_hidden_routers, hook_routers
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.integration.runners import RunnerHooks
@@ -86,7 +88,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
     assert deployment is not None
     runner = worker.model_runner
     root, layers_path = find_layers(runner.get_model())
-    plan = _plan(deployment, layers_path, vllm_config)
+    plan = _plan(deployment, root, layers_path, vllm_config)
     buffers = _allocate(deployment, plan, vllm_config, worker.device)
     results = Results(
         buffers,
@@ -94,6 +96,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
         answers=_answers(worker, vllm_config.parallel_config),
     )
     anchor_layers(root, plan, buffers)
+    hook_routers(root, plan, buffers)
     session = Session(deployment, plan)
     open_session(session)
     contexts: list[Context] = []
@@ -127,8 +130,10 @@ def _answers(worker: Any, parallel: Any) -> bool:
     return bool(worker.is_driver_worker) or own_engine
 
 
-def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SplicePlan:
-    shape = deployment.shape
+def _plan(
+    deployment: Deployment, root: nn.Module, layers_path: str, vllm_config: Any
+) -> SplicePlan:
+    shape, parallel = deployment.shape, vllm_config.parallel_config
     splitting = vllm_config.compilation_config.splitting_ops or ()
     default = ledger.ATTENTION_OPS.get()
     return SplicePlan(
@@ -138,7 +143,10 @@ def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SpliceP
         attention_ops=frozenset({*splitting, *default}) - _CACHE_UPDATES,
         moe_ops=_MOE_OPS,
         num_experts=shape.num_experts,
-        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        hidden_routers=find_hidden_routers(
+            root, layers_path, sequence_parallel=parallel.use_sequence_parallel_moe
+        ),
+        tensor_parallel_size=parallel.tensor_parallel_size,
         defer_adds=_inductor_defers(deployment, vllm_config),
         families=int(deployment.families),
     )

@@ -102,6 +102,7 @@ ANATOMIES: Final[dict[str, Anatomy]] = {
     "qwen2": _PRE_NORM,
     "qwen3": _PRE_NORM,
     "mixtral": _PRE_NORM,
+    "qwen3_moe": _PRE_NORM,
     "gemma2": _SANDWICH,
     "gemma3_text": _SANDWICH,
     "gpt2": _GPT2,

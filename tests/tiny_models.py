@@ -65,6 +65,19 @@ _CONFIGS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "MixtralConfig",
         _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _GROUPED
+        | {
+            "tie_word_embeddings": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": _INTERMEDIATE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma2": ("Gemma2Config", _GEMMA),
     "gemma3": ("Gemma3TextConfig", _GEMMA),
     "gpt2": (

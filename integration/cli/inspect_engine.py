@@ -67,7 +67,11 @@ def describe(report: SpliceReport) -> dict[str, Any]:
         }
         for row in rows
     ]
-    ops = {"boundary": report.num_boundary_ops, "inline": report.num_inline_ops}
+    ops = {
+        "boundary": report.num_boundary_ops,
+        "inline": report.num_inline_ops,
+        "hooks": report.num_hooks,
+    }
     return {"ops": ops, "missing": len(report.missing), "sites": sites}
 
 

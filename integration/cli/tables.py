@@ -133,7 +133,7 @@ def count_note(found: Mapping[str, Any]) -> str:
     total, ops = len(found["sites"]), found["ops"]
     return (
         f"{total - found['missing']} of {total} sites armed by {ops['boundary']} "
-        f"boundary ops and {ops['inline']} inline ops"
+        f"boundary ops, {ops['inline']} inline ops and {ops['hooks']} hooks"
     )
 
 

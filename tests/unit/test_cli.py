@@ -308,7 +308,7 @@ def test_the_demo_succeeds_only_with_the_proof(
         "spliced": True,
         "outputs": [said([1, 2])] * 4,
         "table": {
-            "ops": {"boundary": 1, "inline": 0},
+            "ops": {"boundary": 1, "inline": 0, "hooks": 0},
             "missing": 0,
             "sites": [asdict(site(0, "residual.pre"))],
         },
