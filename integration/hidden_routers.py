@@ -9,7 +9,7 @@ the one after; shared experts on a stream of their own touch nothing that it doe
 On CPU the experts' code is traced into the graph, and the pass finds the logits there.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from eyesplice.integration import ledger
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.table_op import TableOp, first_tensor
 from eyesplice.ops.layout import Stage
+
+_NAMES: Final = ("gate", "router")
+"""What vLLM's models call the module that gives router logits."""
 
 
 def find_hidden_routers(
@@ -33,15 +36,44 @@ def find_hidden_routers(
         sequence_parallel: whether a rank's experts see a part of the batch's tokens.
     """
     found = []
-    for number, layer in enumerate(root.get_submodule(layers_path).children()):
-        for name, module in layer.named_modules():
-            if not isinstance(module, ledger.MOE_RUNNER.get()):
-                continue
-            if getattr(module, "gate", None) is None or not _is_opaque(module):
-                continue
-            path = f"{layers_path}.{number}.{_path_of_gate(layer, name, module)}"
-            found.append(HiddenRouter(number, path, _refuse(module, sequence_parallel)))
+    for number in range(len(list(root.get_submodule(layers_path).children()))):
+        layer = f"{layers_path}.{number}"
+        for path, runner in _runners_with_gates(root, layer):
+            if _is_opaque(runner):
+                reason = _refuse(runner, sequence_parallel)
+                found.append(HiddenRouter(number, path, reason))
     return tuple(found)
+
+
+def router_modules(model: nn.Module, layer: str) -> dict[str, str | None]:
+    """The paths of modules that may give a layer's router logits.
+
+    Args:
+        model: the model.
+        layer: path of the decoder layer.
+
+    Returns:
+        By path: why the module cannot be hooked, None if it can.
+    """
+    found = {
+        path: _refuse(runner, sequence_parallel=False)
+        for path, runner in _runners_with_gates(model, layer)
+    }
+    for name, _ in model.get_submodule(layer).named_modules():
+        if name.rpartition(".")[2] in _NAMES:
+            found.setdefault(f"{layer}.{name}", None)
+    return found
+
+
+def _runners_with_gates(model: nn.Module, layer: str) -> list[tuple[str, Any]]:
+    """The runners of a layer that call a gate themselves, each with the gate's path."""
+    block = model.get_submodule(layer)
+    return [
+        (f"{layer}.{_path_of_gate(block, name, module)}", module)
+        for name, module in block.named_modules()
+        if isinstance(module, ledger.MOE_RUNNER.get())
+        and getattr(module, "gate", None) is not None
+    ]
 
 
 def hook_routers(root: nn.Module, plan: SplicePlan, buffers: Buffers) -> None:

@@ -57,11 +57,19 @@ class Session:
         if self.keep_graphs:
             self.before = before
             self.after = module.print_readable(print_output=False)
+        self.adopt(report)
+
+    def adopt(self, report: SpliceReport) -> None:
+        """Take the site table that the pass or the hooks made, and leave it on disk.
+
+        Raises:
+            SpecError: a site that the user named cannot be armed.
+        """
         self.report = report
         self._refuse_missing(report)
         self.deployment.write_report(report)
         logger.info(
-            "spliced %d boundary and %d inline ops, hooked %d routers; %d of %d sites "
+            "spliced %d boundary and %d inline ops, hooked %d modules; %d of %d sites "
             "are missing",
             report.num_boundary_ops,
             report.num_inline_ops,

@@ -13,8 +13,10 @@ from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
 from eyesplice.integration.buffers import Buffers, BufferSizes
-from eyesplice.integration.deployment import Deployment, switched_on
+from eyesplice.integration.deployment import Deployment, compiles, switched_on
 from eyesplice.integration.hidden_routers import find_hidden_routers, hook_routers
+from eyesplice.integration.module_finder import find_layers_without_graph
+from eyesplice.integration.module_form import arm_modules, rehearsal_of
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.integration.runners import RunnerHooks
@@ -78,16 +80,17 @@ def _refusal(error: BaseException | None) -> SpecError | None:
 
 
 def attach(worker: Any, vllm_config: Any) -> None:
-    """Allocate the tables, anchor them on the loaded model and hook the runner.
+    """Allocate the tables, bring them to the loaded model and hook the runner.
 
     Raises:
-        SpecError: vectors that cannot be registered.
-        LookupError: a model without a compiled list of layers.
+        SpecError: vectors that cannot be registered, or a named site that a model
+            without a graph lacks.
+        LookupError: a model without a list of layers.
     """
     deployment = Deployment.of(vllm_config)
     assert deployment is not None
     runner = worker.model_runner
-    root, layers_path = find_layers(runner.get_model())
+    root, layers_path = _layers(runner.get_model(), deployment, vllm_config)
     plan = _plan(deployment, root, layers_path, vllm_config)
     buffers = _allocate(deployment, plan, vllm_config, worker.device)
     results = Results(
@@ -95,8 +98,6 @@ def attach(worker: Any, vllm_config: Any) -> None:
         deployment.shape.widths(),
         answers=_answers(worker, vllm_config.parallel_config),
     )
-    anchor_layers(root, plan, buffers)
-    hook_routers(root, plan, buffers)
     session = Session(deployment, plan)
     open_session(session)
     contexts: list[Context] = []
@@ -108,6 +109,19 @@ def attach(worker: Any, vllm_config: Any) -> None:
 
     hooks = RunnerHooks(Router(buffers, results), results, context)
     hooks.router.warm_up()
+    if compiles(vllm_config):
+        anchor_layers(root, plan, buffers)
+        hook_routers(root, plan, buffers)
+    else:
+        report = arm_modules(
+            root,
+            plan,
+            buffers,
+            heads_width=deployment.shape.heads_width,
+            rehearse=rehearsal_of(runner, vllm_config),
+            idle=_idle(hooks.router, vllm_config),
+        )
+        session.adopt(report)
     hooks.attach(runner)
     worker.eyesplice = session
     worker.eyesplice_router = hooks.router
@@ -118,6 +132,29 @@ def attach(worker: Any, vllm_config: Any) -> None:
         len(deployment.registry.names()),
         layers_path,
     )
+
+
+def _layers(
+    model: nn.Module, deployment: Deployment, vllm_config: Any
+) -> tuple[nn.Module, str]:
+    """The module that paths start from, and the path of its decoder layers."""
+    if compiles(vllm_config):
+        return find_layers(model)
+    return find_layers_without_graph(model, deployment.shape.num_layers)
+
+
+def _idle(router: Router, vllm_config: Any) -> Callable[[], bool]:
+    """Whether a step without a graph has nothing to do.
+
+    What a CUDA graph captures must be right for every replay, so there nothing is left
+    out.
+    """
+    from vllm.config import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode not in (None, CUDAGraphMode.NONE):
+        return lambda: False
+    return lambda: router.idle
 
 
 def _answers(worker: Any, parallel: Any) -> bool:

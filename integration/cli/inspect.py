@@ -51,6 +51,14 @@ def inspect_command(
         bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")
     ] = False,
     dump: Annotated[Path | None, typer.Option("--dump", help=_DUMP_HELP)] = None,
+    eager: Annotated[
+        bool,
+        typer.Option(
+            "--enforce-eager",
+            help="Show what a server started with --enforce-eager has: no graph, hooks "
+            "on modules.",
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the engine's log.")
     ] = False,
@@ -58,14 +66,18 @@ def inspect_command(
     """Show every site of a model: form, shape, node, or why it is missing.
 
     Starts vLLM with dummy weights, lets it compile the model and reads the table of the
-    splice. No weights, tokenizer or network needed; the model must fit in memory.
+    splice and the hooks. No weights, tokenizer or network needed; the model must fit in
+    memory.
     """
     require_engine()
+    if eager and dump is not None:
+        raise CommandError("--dump writes graphs, and --enforce-eager makes none")
     job = InspectJob(
         model=existing(model),
         dtype=dtype,
         sites=split(sites or []),
         dump=str(_folder(dump)) if dump is not None else None,
+        eager=eager,
     )
     stderr = Console(stderr=True)
     failure: CommandError | None = None

@@ -14,6 +14,7 @@ class InspectJob:
         dtype: as vLLM takes it, such as "auto".
         sites: submodules or aliases to arm; empty for every one.
         dump: an existing folder for the graphs, None for no dump.
+        eager: start it without compilation.
     """
 
     kind: ClassVar[str] = "inspect"
@@ -21,6 +22,7 @@ class InspectJob:
     dtype: str
     sites: tuple[str, ...]
     dump: str | None
+    eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
