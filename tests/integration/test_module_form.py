@@ -29,8 +29,6 @@ ADDING = ("gpt2", "opt")
 def sites(request: Any, models: Any, vectors: Any) -> test_sites.World:
     arch = request.param
     cases = test_sites._cases(arch, vectors)
-    if arch in EXPERTS:
-        cases["add router.logits"] = test_sites._router(vectors)
     config = {"vectors": str(vectors.folder), "sites": "all"}
     with engine(models[arch], config, **EAGER) as running:
         asks = [Ask(test_sites.PROMPT, case.spec) for case in cases.values()]

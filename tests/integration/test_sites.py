@@ -73,6 +73,7 @@ EXPECTED: Final[dict[str, Expected]] = {
     "qwen2": _fused(),
     "qwen3": _fused(),
     "mixtral": _fused("router.logits"),
+    "qwen3_moe": _fused("router.logits"),
     "gemma2": _fused(),
     "gemma3": _fused(),
     "gpt2": _INLINE,
@@ -157,7 +158,7 @@ def _cases(arch: str, vectors: Any) -> dict[str, Case]:
     for place in ("residual.post", "attention.post", "mlp.post"):
         cases[f"ablate {place}"] = _ablate(place, vectors)
     cases["add attention.heads"] = _heads(vectors)
-    if arch == "mixtral":
+    if arch in ("mixtral", "qwen3_moe"):
         cases["add router.logits"] = _router(vectors)
     if arch == "llama":
         cases |= _kernels(vectors)

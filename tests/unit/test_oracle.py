@@ -139,11 +139,15 @@ def test_an_edit_is_exactly_its_function(judge: Judge) -> None:
 def test_an_edit_changes_what_follows_and_nothing_before(
     judge: Judge, submodule: str
 ) -> None:
-    _, o, _ = judge
+    name, o, _ = judge
     plain, plain_logprobs = trace(o, [])
     edit = where(oracle.add(vector(1)), oracle.positions(5, 6))
     edited, logprobs = trace(o, [Intervention(submodule, 2, edit)])
-    assert torch.equal(logprobs[:5], plain_logprobs[:5])
+    if name in ("mixtral", "qwen3_moe"):
+        # The last bits of a row depend on how many tokens go to each expert.
+        close(logprobs[:5], plain_logprobs[:5])
+    else:
+        assert torch.equal(logprobs[:5], plain_logprobs[:5])
     assert (logprobs[5:] - plain_logprobs[5:]).abs().amax(-1).min() > 1e-4
     order = [(s, layer) for layer in range(NUM_LAYERS) for s in SUBMODULES]
     place = order.index((submodule, 2))
