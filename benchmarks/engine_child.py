@@ -51,6 +51,7 @@ def describe(llm: Any) -> dict[str, Any]:
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "boundary_ops": report.num_boundary_ops if report else 0,
         "inline_ops": report.num_inline_ops if report else 0,
+        "hooks": report.num_hooks if report else 0,
         "missing_sites": len(report.missing) if report else 0,
         "pass_ran": bool(session and session.pass_ran),
         "table_bytes": worker.eyesplice_buffers.num_bytes() if session else 0,

@@ -2,6 +2,7 @@
 
 z = attention_op(q, k, v, out=z)   ->  attention.heads[L] = z, before o_proj
 moe_op(h, router_logits, ...)      ->  router.logits[L] = the op's argument
+moe_op(h, h, ...)                  ->  the router runs inside: its module is hooked
 """
 
 import torch
@@ -87,11 +88,17 @@ def find_router_logits(
     found: Found,
 ) -> None:
     """Append each mixture layer's router logits, or the reason why they are missing."""
+    hidden = {router.layer: router for router in plan.hidden_routers}
     for layer in range(plan.num_layers):
         table = Table("router", layer)
         value = _logits(layer, layers, plan)
         if isinstance(value, str):
-            found.missing[table, Stage.BRANCH] = value
+            router = hidden.get(layer)
+            if router is not None and router.reason is None:
+                found.hooked[table, Stage.BRANCH] = router.module
+            else:
+                reason = router.reason if router else None
+                found.missing[table, Stage.BRANCH] = reason or value
             continue
         logits, before = value
         if reason := refuse_rows(logits, tokens):

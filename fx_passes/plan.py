@@ -16,6 +16,21 @@ SHARED_TENSORS: Final = ("row_of_token", "select", "bank", *WORK)
 """Tensors every spliced op takes, in the order in which anchors list them."""
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class HiddenRouter:
+    """A router that runs inside the experts' op, so that its logits are in no graph.
+
+    Attributes:
+        layer: its decoder layer.
+        module: path of the module whose output the logits are.
+        reason: why that module cannot be hooked, None if it can.
+    """
+
+    layer: int
+    module: str
+    reason: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SplicePlan:
     """The sites to arm in one model, and the names by which the pass knows its graph.
@@ -29,6 +44,7 @@ class SplicePlan:
         fused_norm_op, norm_op: names of fused add + RMSNorm and of RMSNorm.
         moe_ops: names of the ops that take router logits as an argument.
         num_experts: experts of a mixture layer, 0 for a dense model.
+        hidden_routers: routers that a hook reaches and a graph does not.
         tensor_parallel_size: ranks that share a layer.
         defer_adds: let a boundary leave its add to the next one, as Inductor does.
         families: the op families to compile in, bits of `Family`.
@@ -43,6 +59,7 @@ class SplicePlan:
     norm_op: str = "vllm_ir::rms_norm"
     moe_ops: frozenset[str] = field(default_factory=frozenset)
     num_experts: int = 0
+    hidden_routers: tuple[HiddenRouter, ...] = ()
     tensor_parallel_size: int = 1
     defer_adds: bool = True
     families: int = int(ALL_FAMILIES)

@@ -56,11 +56,13 @@ class Found:
 
     Attributes:
         fused, inline: what to splice, in graph order.
+        hooked: path of the module whose hook arms a stage of a table, outside the graph.
         missing: why a stage of a table has no value that can be armed.
     """
 
     fused: list[FusedBoundary] = field(default_factory=list)
     inline: list[InlineValue] = field(default_factory=list)
+    hooked: dict[tuple[Table, Stage], str] = field(default_factory=dict)
     missing: dict[tuple[Table, Stage], str] = field(default_factory=dict)
 
     def refuse(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from eyesplice.fx_passes.sites import Site, parse_submodule
 
-Form = Literal["fused", "inline"]
+Form = Literal["fused", "inline", "module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class SiteRow:
     Attributes:
         site: the layer and submodule.
         form: how it is armed; None when it is missing.
-        node: the name of the value in the graph before the splice, "" when missing.
+        node: the name of the value in the graph before the splice, or the path of the
+            module that gives it; "" when missing.
         shape: its shape per batch, such as "[s72, 576]", "" when missing.
         reason: why it is missing, None when it is armed.
         custom: the users' own ops that run there, in order.
@@ -32,12 +33,13 @@ class SiteRow:
 
 @dataclass(frozen=True, slots=True)
 class SpliceReport:
-    """The site table of one compiled graph, and the counts of what was inserted."""
+    """The site table of one model, and the counts of what was inserted or hooked."""
 
     rows: tuple[SiteRow, ...]
     num_boundary_ops: int
     num_inline_ops: int
     num_custom_ops: int = 0
+    num_hooks: int = 0
 
     @property
     def missing(self) -> tuple[SiteRow, ...]:
@@ -59,6 +61,7 @@ class SpliceReport:
             "boundary": self.num_boundary_ops,
             "inline": self.num_inline_ops,
             "custom": self.num_custom_ops,
+            "hooks": self.num_hooks,
         }
 
     @staticmethod
@@ -72,4 +75,5 @@ class SpliceReport:
             custom = tuple(row.pop("custom"))
             rows.append(SiteRow(Site(layer, submodule), **row, custom=custom))
         ops = plain["ops"]
-        return SpliceReport(tuple(rows), ops["boundary"], ops["inline"], ops["custom"])
+        counts = (ops[name] for name in ("boundary", "inline", "custom", "hooks"))
+        return SpliceReport(tuple(rows), *counts)

@@ -54,7 +54,8 @@ class SplicePass:
         splice(graph, found, anchored)
         graph.lint()
         counts = Counter(node.target for node in graph.nodes)
-        return SpliceReport(rows, *(counts[op] for op in SPLICED))
+        boundary, inline, custom = (counts[op] for op in SPLICED)
+        return SpliceReport(rows, boundary, inline, custom, num_hooks=len(found.hooked))
 
     def _find(self, graph: fx.Graph, layers: LayerMap) -> Found:
         plan = self.plan
@@ -77,6 +78,7 @@ class SplicePass:
         return Found(
             fused=[b for b in found.fused if b.table in tables],
             inline=[v for v in found.inline if (v.table, v.stage) in stages],
+            hooked={key: path for key, path in found.hooked.items() if key in stages},
             missing=found.missing,
         )
 
@@ -100,6 +102,10 @@ class SplicePass:
             elif (table, stage) in inline:
                 node = inline[table, stage].value
                 row = SiteRow(site, "inline", node.name, _shape(value_of(node)))
+            elif (table, stage) in found.hooked:
+                # Only routers: no other value runs inside an op.
+                logits = f"[tokens, {self.plan.num_experts}]"
+                row = SiteRow(site, "module", found.hooked[table, stage], logits)
             else:
                 reason = found.missing.get((table, stage), _NOT_FOUND)
                 row = SiteRow(site, None, reason=reason)

@@ -5,7 +5,7 @@ from typing import Any
 
 from eyesplice._errors import SpecError
 from eyesplice.integration.config import KEY, requested
-from eyesplice.integration.deployment import Deployment
+from eyesplice.integration.deployment import Deployment, compiles
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -28,9 +28,10 @@ def activate(vllm_config: Any) -> None:
     if config is None:
         return
     _refuse_unsupported(vllm_config)
-    # The norms must stay one node each. vLLM keeps them so wherever its own compiler
-    # runs; on CPU it would trace their arithmetic instead.
-    compilation.ir_enable_torch_wrap = True
+    if compiles(vllm_config):
+        # The norms must stay one node each. vLLM keeps them so wherever its own compiler
+        # runs; on CPU it would trace their arithmetic instead.
+        compilation.ir_enable_torch_wrap = True
     salt = Deployment.build(config, vllm_config).salt(vllm_config)
     config = config.model_copy(update={"salt": salt})
     additional = dict(vllm_config.additional_config or {})
@@ -61,13 +62,6 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             True,
             "LoRA on a GPU: on CPU it disables compilation",
             "serve without LoRA",
-        )
-    if compilation.mode in (None, CompilationMode.NONE):
-        raise SpecError(
-            "compilation mode",
-            str(compilation.mode),
-            "a mode that compiles the model into a graph",
-            "remove enforce_eager (or -O0); eyesplice splices ops into that graph",
         )
     if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
         raise SpecError(

@@ -286,6 +286,14 @@ def switched_on(vllm_config: Any) -> EyespliceConfig | None:
     return parse_config(value) if value is not None else None
 
 
+def compiles(vllm_config: Any) -> bool:
+    """Whether vLLM compiles the model into a graph, which the pass then splices."""
+    from vllm.config import CompilationMode
+
+    mode = vllm_config.compilation_config.mode
+    return mode not in (None, CompilationMode.NONE)
+
+
 def _bank_width(config: EyespliceConfig, shape: ModelShape, apps: AppRegistry) -> int:
     """Elements per bank row: the widest value that a program can act on."""
     widths = shape.widths()

@@ -95,6 +95,22 @@ ATTENTION_OPS: Final = PrivateName(
     versions="0.25.1 and 0.32.0; a list of qualified names",
     when_gone="use compilation_config.splitting_ops, empty in some modes",
 )
+MOE_RUNNER: Final = PrivateName(
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+    "MoERunner",
+    why="isinstance: tells the modules whose op may run the router inside; read are "
+    "gate, moe_config, _fse_fuse_gate and _forward_entry (an op, or Python on CPU)",
+    versions="0.25.1 and 0.32.0; calls self.gate(hidden_states) in _forward_impl unless "
+    "_fse_fuse_gate, in which case one product gives logits and the shared gate",
+    when_gone="look where the experts' op computes router_logits",
+)
+ATTENTION_LAYER: Final = PrivateName(
+    "vllm.model_executor.layers.attention_layer_base",
+    "AttentionLayerBase",
+    why="isinstance: tells the modules that mix tokens, where there is no graph",
+    versions="0.25.1 and 0.32.0; base of Attention, MLAAttention and the Mamba mixers",
+    when_gone="use the modules in compilation_config.static_forward_context",
+)
 INDUCTOR_PASS: Final = PrivateName(
     "vllm.compilation.passes.inductor_pass",
     "InductorPass",
@@ -179,8 +195,9 @@ V1_PREPARE_INPUTS: Final = PrivateName(
 V1_DUMMY_RUN: Final = PrivateName(
     "vllm.v1.worker.gpu_model_runner",
     "GPUModelRunner._dummy_run",
-    why="wrapped on the V1 runner: profile, capture and idle runs must find idle rows",
-    versions="0.25.1 and 0.32.0",
+    why="wrapped on the V1 runner: profile, capture and idle runs must find idle rows; "
+    "called on both to watch the modules of a model without a graph",
+    versions="0.25.1 and 0.32.0; V2 has it too and wants skip_attn before the KV cache",
     when_gone="clear the maps at the end of every step instead",
 )
 V2_FINISH_REQUESTS: Final = PrivateName(

@@ -70,6 +70,11 @@ class Router:
         """Distinct programs of those requests."""
         return self._programs.live
 
+    @property
+    def idle(self) -> bool:
+        """Whether no token of this step can have a program."""
+        return self._dirty_tokens == 0
+
     def begin(
         self, request_id: str, program: Program, prompt_len: int, position: int = 0
     ) -> None:

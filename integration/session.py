@@ -1,7 +1,8 @@
 """What a worker process holds for the engine that it serves."""
 
 import logging
-from typing import NoReturn
+from dataclasses import replace
+from typing import Final, NoReturn
 
 from torch import fx
 
@@ -12,6 +13,8 @@ from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
 from eyesplice.integration.deployment import Deployment
 
 logger = logging.getLogger("vllm.eyesplice")
+
+_LEAVE_OUT_APP: Final = "leave out the app that needs it"
 
 
 class Session:
@@ -57,13 +60,23 @@ class Session:
         if self.keep_graphs:
             self.before = before
             self.after = module.print_readable(print_output=False)
+        self.adopt(report)
+
+    def adopt(self, report: SpliceReport) -> None:
+        """Take the site table that the pass or the hooks made, and leave it on disk.
+
+        Raises:
+            SpecError: a site that the user named cannot be armed.
+        """
         self.report = report
         self._refuse_missing(report)
         self.deployment.write_report(report)
         logger.info(
-            "spliced %d boundary and %d inline ops; %d of %d sites are missing",
+            "spliced %d boundary and %d inline ops, hooked %d modules; %d of %d sites "
+            "are missing",
             report.num_boundary_ops,
             report.num_inline_ops,
+            report.num_hooks,
             len(report.missing),
             len(report.rows),
         )
@@ -73,9 +86,16 @@ class Session:
         needed = self.deployment.needs.sites
         explicit = self.deployment.config.explicit_sites
         nothing = len(report.missing) == len(report.rows)
+        own = {custom.site for custom in self.deployment.custom}
+        for row in report.rows:
+            if row.form == "module" and row.site in own:
+                reason = (
+                    "an op of your own needs the value in a graph, this is a hook's"
+                )
+                self._refuse(replace(row, reason=reason), _LEAVE_OUT_APP)
         for row in report.missing:
             if row.site in needed:
-                self._refuse(row, "leave out the app that needs it")
+                self._refuse(row, _LEAVE_OUT_APP)
             if explicit or nothing:
                 self._refuse(row, "leave it out of `sites`")
 

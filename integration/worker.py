@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
@@ -12,7 +13,10 @@ from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
 from eyesplice.integration.anchors import anchor_layers, find_layers
 from eyesplice.integration.buffers import Buffers
-from eyesplice.integration.deployment import Deployment, switched_on
+from eyesplice.integration.deployment import Deployment, compiles, switched_on
+from eyesplice.integration.hidden_routers import find_hidden_routers, hook_routers
+from eyesplice.integration.module_finder import find_layers_without_graph
+from eyesplice.integration.module_form import arm_modules, rehearsal_of
 from eyesplice.integration.own_ops import import_modules
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
@@ -83,25 +87,25 @@ def _refusal(error: BaseException | None) -> SpecError | None:
 
 
 def attach(worker: Any, vllm_config: Any) -> None:
-    """Allocate the tables, anchor them on the loaded model and hook the runner.
+    """Allocate the tables, bring them to the loaded model and hook the runner.
 
     Raises:
-        SpecError: vectors that cannot be registered, or a user's op that breaks its
-            contract.
-        LookupError: a model without a compiled list of layers.
+        SpecError: vectors that cannot be registered, a user's op that breaks its
+            contract or needs a graph where there is none, or a named site that a model
+            without a graph lacks.
+        LookupError: a model without a list of layers.
     """
     deployment = Deployment.of(vllm_config)
     assert deployment is not None
     runner = worker.model_runner
-    root, layers_path = find_layers(runner.get_model())
-    plan = _plan(deployment, layers_path, vllm_config)
+    root, layers_path = _layers(runner.get_model(), deployment, vllm_config)
+    plan = _plan(deployment, root, layers_path, vllm_config)
     buffers = _allocate(deployment, plan, vllm_config, worker.device)
     results = Results(
         buffers,
         deployment.shape.widths(),
         answers=_answers(worker, vllm_config.parallel_config),
     )
-    anchor_layers(root, plan, buffers, deployment.custom_weights(worker.device))
     session = Session(deployment, plan)
     open_session(session)
     contexts: list[Context] = []
@@ -113,6 +117,19 @@ def attach(worker: Any, vllm_config: Any) -> None:
 
     hooks = RunnerHooks(Router(buffers, results), results, context)
     hooks.router.warm_up()
+    if compiles(vllm_config):
+        anchor_layers(root, plan, buffers, deployment.custom_weights(worker.device))
+        hook_routers(root, plan, buffers)
+    else:
+        report = arm_modules(
+            root,
+            plan,
+            buffers,
+            heads_width=deployment.shape.heads_width,
+            rehearse=rehearsal_of(runner, vllm_config),
+            idle=_idle(hooks.router, vllm_config),
+        )
+        session.adopt(report)
     hooks.attach(runner)
     worker.eyesplice = session
     worker.eyesplice_router = hooks.router
@@ -125,6 +142,29 @@ def attach(worker: Any, vllm_config: Any) -> None:
     )
 
 
+def _layers(
+    model: nn.Module, deployment: Deployment, vllm_config: Any
+) -> tuple[nn.Module, str]:
+    """The module that paths start from, and the path of its decoder layers."""
+    if compiles(vllm_config):
+        return find_layers(model)
+    return find_layers_without_graph(model, deployment.shape.num_layers)
+
+
+def _idle(router: Router, vllm_config: Any) -> Callable[[], bool]:
+    """Whether a step without a graph has nothing to do.
+
+    What a CUDA graph captures must be right for every replay, so there nothing is left
+    out.
+    """
+    from vllm.config import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode not in (None, CUDAGraphMode.NONE):
+        return lambda: False
+    return lambda: router.idle
+
+
 def _answers(worker: Any, parallel: Any) -> bool:
     """Whether the engine takes its outputs from this worker.
 
@@ -135,8 +175,10 @@ def _answers(worker: Any, parallel: Any) -> bool:
     return bool(worker.is_driver_worker) or own_engine
 
 
-def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SplicePlan:
-    shape = deployment.shape
+def _plan(
+    deployment: Deployment, root: nn.Module, layers_path: str, vllm_config: Any
+) -> SplicePlan:
+    shape, parallel = deployment.shape, vllm_config.parallel_config
     splitting = vllm_config.compilation_config.splitting_ops or ()
     default = ledger.ATTENTION_OPS.get()
     return SplicePlan(
@@ -146,7 +188,10 @@ def _plan(deployment: Deployment, layers_path: str, vllm_config: Any) -> SpliceP
         attention_ops=frozenset({*splitting, *default}) - _CACHE_UPDATES,
         moe_ops=_MOE_OPS,
         num_experts=shape.num_experts,
-        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        hidden_routers=find_hidden_routers(
+            root, layers_path, sequence_parallel=parallel.use_sequence_parallel_moe
+        ),
+        tensor_parallel_size=parallel.tensor_parallel_size,
         defer_adds=_inductor_defers(deployment, vllm_config),
         families=int(deployment.families),
         custom=deployment.custom,

@@ -59,6 +59,14 @@ def inspect_command(
         bool, typer.Option("--json", help="Print JSON on stdout, and nothing else.")
     ] = False,
     dump: Annotated[Path | None, typer.Option("--dump", help=_DUMP_HELP)] = None,
+    eager: Annotated[
+        bool,
+        typer.Option(
+            "--enforce-eager",
+            help="Show what a server started with --enforce-eager has: no graph, hooks "
+            "on modules.",
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the engine's log.")
     ] = False,
@@ -66,9 +74,12 @@ def inspect_command(
     """Show every site of a model: form, shape, node, or why it is missing.
 
     Starts vLLM with dummy weights, lets it compile the model and reads the table of the
-    splice. No weights, tokenizer or network needed; the model must fit in memory.
+    splice and the hooks. No weights, tokenizer or network needed; the model must fit in
+    memory.
     """
     require_engine()
+    if eager and dump is not None:
+        raise CommandError("--dump writes graphs, and --enforce-eager makes none")
     job = InspectJob(
         model=existing(model),
         dtype=dtype,
@@ -76,6 +87,7 @@ def inspect_command(
         dump=str(_folder(dump)) if dump is not None else None,
         apps=tuple(str(path.absolute()) for path in app or ()),
         op_modules=tuple(op_module or ()),
+        eager=eager,
     )
     stderr = Console(stderr=True)
     failure: CommandError | None = None

@@ -31,6 +31,8 @@ def inspect_model(job: InspectJob, found: dict[str, Any]) -> None:
     register()
     found |= {"model": job.model, "eyesplice": __version__, "vllm": vllm.__version__}
     options = engine_options(job.model)
+    if job.eager:
+        options |= {"enforce_eager": True, "compilation_config": {}}
     if job.dump is not None:
         session.keep_graphs()
     with _compiled_code(job.dump, options):

@@ -16,6 +16,7 @@ class InspectJob:
         dump: an existing folder for the graphs, None for no dump.
         apps: apps to deploy, whose sites and own ops are then in the graph.
         op_modules: modules that register the apps' own ops.
+        eager: start it without compilation.
     """
 
     kind: ClassVar[str] = "inspect"
@@ -25,6 +26,7 @@ class InspectJob:
     dump: str | None
     apps: tuple[str, ...] = ()
     op_modules: tuple[str, ...] = ()
+    eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)

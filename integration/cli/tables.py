@@ -136,7 +136,7 @@ def count_note(found: Mapping[str, Any]) -> str:
     own = f", with {n} ops of your own" if (n := ops.get("custom")) else ""
     return (
         f"{total - found['missing']} of {total} sites armed by {ops['boundary']} "
-        f"boundary ops and {ops['inline']} inline ops{own}"
+        f"boundary ops, {ops['inline']} inline ops and {ops['hooks']} hooks{own}"
     )
 
 

@@ -69,6 +69,17 @@ def test_inspect_prints_json_and_dumps_both_graphs(
     assert "eyesplice_bank" in (dump / "compiled" / "transformed_code.py").read_text()
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_inspect_shows_a_model_without_a_graph(tmp_path: Path, name: str) -> None:
+    model = only_config(name, tmp_path / "model")
+    done = run("inspect", "--model", model, "--json", "--enforce-eager")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["missing"] == 0
+    assert set().union(*forms(found).values()) == {"module"}
+    assert found["ops"]["hooks"] and not found["ops"]["boundary"]
+
+
 def test_a_site_that_is_named_and_missing_is_an_error_after_the_table(
     tmp_path: Path,
 ) -> None:

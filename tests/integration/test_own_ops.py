@@ -296,3 +296,14 @@ def test_an_op_that_breaks_the_contract_stops_the_start(
         engine(models["llama"], config),
     ):
         pass
+
+
+def test_an_op_of_ones_own_needs_a_graph(models: Any, tmp_path: Path) -> None:
+    function = eyesplice.write("userops::bend", weight=W).layers(1)
+    _app("bad", function).save(tmp_path / "bad")
+    config = {"apps": [str(tmp_path / "bad")], "op_modules": MODULES}
+    with (
+        pytest.raises(eyesplice.SpecError, match="needs the value in a graph"),
+        engine(models["llama"], config, enforce_eager=True),
+    ):
+        pass

@@ -125,7 +125,6 @@ def test_salts_tell_deployments_apart_but_not_vectors(models, vectors):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"enforce_eager": True}, "remove enforce_eager"),
         ({"compilation_config": {"mode": 1}}, "STOCK_TORCH_COMPILE"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import eyesplice
 from eyesplice import SpecError, __version__
-from eyesplice.integration.cli import demo, jobs, launch, tables
+from eyesplice.integration.cli import demo, inspect, jobs, launch, tables
 from eyesplice.integration.cli.engine_options import in_one_line
 from eyesplice.integration.cli.inspect import split
 from eyesplice.integration.cli.jobs import GenerateJob, InspectJob
@@ -323,7 +323,7 @@ def test_the_demo_succeeds_only_with_the_proof(
         "spliced": True,
         "outputs": [said([1, 2])] * 4,
         "table": {
-            "ops": {"boundary": 1, "inline": 0},
+            "ops": {"boundary": 1, "inline": 0, "hooks": 0},
             "missing": 0,
             "sites": [asdict(site(0, "residual.pre"))],
         },
@@ -336,3 +336,10 @@ def test_the_demo_succeeds_only_with_the_proof(
     assert done.exit_code == status, done.output
     assert f"tokens equal: {2 if theirs == [1, 2] else 1} of 2" in done.stdout
     assert done.stderr.startswith("error: ") is bool(status)
+
+
+def test_a_dump_needs_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(inspect, "require_engine", lambda: None)
+    done = run("inspect", "-m", "o/m", "--enforce-eager", "--dump", str(tmp_path))
+    assert done.exit_code == 1
+    assert "--enforce-eager makes none" in done.stderr
