@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import EngineProcess
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+
+from eyesplice.benchmarks.engines import EngineProcess
 
 VANILLA = "vanilla"
 
@@ -38,7 +39,7 @@ def main() -> None:
     vectors = {f"v{i}": torch.randn(hidden) * 0.01 for i in range(4)}
     for name, vector in vectors.items():
         save_file({name: vector}, folder / f"{name}.safetensors")
-    common = {
+    common: dict[str, Any] = {
         "model": str(options.model),
         "load_format": options.load_format,
         "skip_tokenizer_init": True,
@@ -52,7 +53,9 @@ def main() -> None:
     }
     logs = options.out.parent
     logs.mkdir(parents=True, exist_ok=True)
-    switch = {"additional_config": {"eyesplice": {"vectors": str(folder)}}}
+    switch: dict[str, Any] = {
+        "additional_config": {"eyesplice": {"vectors": str(folder)}}
+    }
     vanilla = EngineProcess(
         VANILLA, logs / "decode-vanilla.log", plugin=False, **common
     )

@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -27,7 +28,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         kind = command.pop("kind")
-        result = {"generate": generate, "decode": decode}[kind](llm, **command)
+        result = _COMMANDS[kind](llm, **command)
         print(json.dumps(result), file=answers, flush=True)
 
 
@@ -177,6 +178,12 @@ class _Replays:
         torch.cuda.synchronize()
         del self._manager.run_fullgraph
         return [1e-3 * start.elapsed_time(end) for start, end in self._events]
+
+
+_COMMANDS: Final[dict[str, Callable[..., Any]]] = {
+    "generate": generate,
+    "decode": decode,
+}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class EngineProcess:
             environment["VLLM_PLUGINS"] = ""
         child = Path(__file__).with_name("engine_child.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(child)],
+            [sys.executable, "-P", str(child)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),

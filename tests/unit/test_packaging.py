@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("ops", "fx_passes", "integration")
+ROOMS = ("ops", "fx_passes", "integration", "benchmarks")
 DATA = {"assets": (".json", ".safetensors"), "templates": (".yaml",)}
 ENGINE = {"fastapi", "prometheus_client", "starlette", "torch", "transformers"}
 ENGINE |= {"triton", "vllm"}
