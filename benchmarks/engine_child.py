@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Final
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -19,6 +20,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout: keep the answers apart from it.
     arguments = json.loads(sys.stdin.readline())
+    if "additional_config" in arguments:
+        _watch_tables()
     start = time.perf_counter()
     from vllm import LLM
 
@@ -55,8 +58,44 @@ def describe(llm: Any) -> dict[str, Any]:
         "missing_sites": len(report.missing) if report else 0,
         "pass_ran": bool(session and session.pass_ran),
         "table_bytes": worker.eyesplice_buffers.num_bytes() if session else 0,
+        "tables": table_bytes(worker.eyesplice_buffers) if session else {},
+        "tables_measured": _measured.get("tables"),
+        "bank_row_bytes": worker.eyesplice_buffers.bank[0].nbytes if session else 0,
+        "bank_rows_used": len(session.deployment.registry.bank) if session else 0,
+        "allocated_bytes": torch.cuda.memory_allocated() if on_gpu else None,
+        "reserved_bytes": torch.cuda.memory_reserved() if on_gpu else None,
         "compile_seconds": config.compilation_config.compilation_time,
     }
+
+
+_measured: dict[str, int] = {}
+
+
+def _watch_tables() -> None:
+    """Note how much device memory the allocation of the tables takes."""
+    import torch
+
+    from eyesplice.integration.buffers import Buffers
+
+    allocate = Buffers.allocate
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available():
+            return allocate(*args, **kwargs)
+        before = torch.cuda.memory_allocated()
+        buffers = allocate(*args, **kwargs)
+        _measured["tables"] = torch.cuda.memory_allocated() - before
+        return buffers
+
+    Buffers.allocate = watched  # type: ignore[method-assign]  # this process only
+
+
+def table_bytes(buffers: Any) -> dict[str, int]:
+    """Device memory of each table, in bytes."""
+    import torch
+
+    values = {field.name: getattr(buffers, field.name) for field in fields(buffers)}
+    return {k: v.nbytes for k, v in values.items() if isinstance(v, torch.Tensor)}
 
 
 def generate(
@@ -104,12 +143,15 @@ def decode(
     steps: int,
     extra_args: list[dict[str, Any] | None],
     seed: int,
+    name: str,
 ) -> Any:
     """Seconds of each decode step of a full batch, by the wall clock and on the device.
 
     Request i runs `extra_args[i % len(extra_args)]`. Steps with a prefill in them and
     the first few decode steps do not count. Device times are those of the replayed
-    CUDA graph, between two events (V2 runner only).
+    CUDA graph, between two events (V2 runner only). Prompts follow from `seed`; `name`
+    keeps the requests of two calls apart. `acted` counts the requests whose answer says
+    that a write acted.
     """
     import gc
     import random
@@ -127,23 +169,32 @@ def decode(
             extra_args=extra_args[i % len(extra_args)],
         )
         prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
-        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+        engine.add_request(f"{seed}-{name}-{i}", {"prompt_token_ids": prompt}, params)
     replays = _Replays(llm)
     gc.collect()
     gc.disable()
     times: list[float] = []
     tokens: dict[str, int] = {}
+    acted = 0
     while engine.has_unfinished_requests():
         start = time.perf_counter()
         outputs = engine.step()
         elapsed = time.perf_counter() - start
         for output in outputs:
             tokens[output.request_id] = len(output.outputs[0].token_ids)
+            acted += output.finished and wrote(output)
         everyone = len(tokens) == batch and min(tokens.values()) > 8
         if everyone and len(outputs) == batch and max(tokens.values()) < steps:
             times.append(elapsed)
     gc.enable()
-    return {"seconds": times, "device_seconds": replays.seconds()[8:-1]}
+    device = replays.seconds()[8:-1]
+    return {"seconds": times, "device_seconds": device, "acted": acted}
+
+
+def wrote(output: Any) -> bool:
+    """Whether an answer says that each of its writes acted on a token."""
+    writes = (getattr(output, "eyesplice", None) or {}).get("writes", ())
+    return bool(writes) and all(item["tokens"] for item in writes)
 
 
 class _Replays:

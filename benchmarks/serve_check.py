@@ -5,14 +5,15 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from eyesplice.benchmarks.agreement import Text, agreement
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.servers import Server
 
 _PROMPTS: Final = 6
 _PROMPT_TOKENS: Final = 40
 _TOKENS: Final = 32
-_NEAR: Final = 0.05
-"""Logprobs at which two greedy texts may part: a near tie, decided by rounding."""
+_SHARE: Final = 0.5
+"""A few texts say little about how many part."""
 
 _IDS: Final = range(10, 500)
 
@@ -32,7 +33,7 @@ def check(
         vocab: token ids are below it.
 
     Returns:
-        Prompts that were equal, those that parted at a near tie, and by row the tokens
+        How many texts were equal, see `agreement`, and by row the tokens
         on which its apps wrote and the scores that they gave, greedy and, where that
         was not enough, sampled.
 
@@ -46,11 +47,11 @@ def check(
     ]
     asked = {"model": model, "max_tokens": _TOKENS, "ignore_eos": True}
     asked |= {"logprobs": 1, "return_token_ids": True}
-    answers = {
-        name: [server.complete(**asked, prompt=prompt) for prompt in prompts]
-        for name, server in servers.items()
-    }
-    parted = parted_at_ties(answers["vanilla"], answers["idle"])
+    expected, same = (
+        [_text(servers[name].complete(**asked, prompt=prompt)) for prompt in prompts]
+        for name in ("vanilla", "idle")
+    )
+    agreed = agreement(expected, same, share=_SHARE)
     idle = servers["idle"]
     acted: dict[str, dict[str, Any]] = {}
     for row, body in rows.items():
@@ -68,41 +69,12 @@ def check(
                 break
         else:
             raise Refused(f"no numbers: in the row {row}, {resting} did not act")
-    equal = len(prompts) - parted
-    return {"prompts": len(prompts), "equal": equal, "parted": parted, "acted": acted}
+    return {**agreed, "acted": acted}
 
 
-def parted_at_ties(
-    vanilla: Sequence[Mapping[str, Any]], idle: Sequence[Mapping[str, Any]]
-) -> int:
-    """How many of the answers part, each at a near tie.
-
-    Raises:
-        Refused: one that parts elsewhere, or whose logprobs differ before.
-    """
-    count = 0
-    for number, (a, b) in enumerate(zip(vanilla, idle, strict=True)):
-        first, second = (
-            (c["token_ids"], c["logprobs"]["token_logprobs"])
-            for c in (a["choices"][0], b["choices"][0])
-        )
-        same = next(
-            (
-                i
-                for i, pair in enumerate(zip(first[0], second[0], strict=True))
-                if pair[0] != pair[1]
-            ),
-            len(first[0]),
-        )
-        pairs = list(zip(first[1], second[1], strict=True))[: same + 1]
-        worst = max(abs(x - y) for x, y in pairs)
-        if worst > _NEAR:
-            raise Refused(
-                f"no numbers: idle differs from vanilla on prompt {number}: {same} of "
-                f"{len(first[0])} tokens are equal, logprobs are {worst:.3f} apart"
-            )
-        count += same < len(first[0])
-    return count
+def _text(answer: Mapping[str, Any]) -> Text:
+    choice = answer["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def acts(
