@@ -134,11 +134,20 @@ class Bench:
             **arguments,
         )
 
-    def pair(self, name: str = "pair", **config: Any) -> Pair:
+    def pair(
+        self,
+        name: str = "pair",
+        *,
+        clock: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+        **config: Any,
+    ) -> Pair:
         """Both engines, started at once, or those that an earlier case left up.
 
         Args:
             name: pairs of one name are the same.
+            clock: whether eyesplice's hooks are timed.
+            arguments: of both engines, which replace the default ones.
             config: eyesplice's configuration, besides the vectors.
 
         Raises:
@@ -148,9 +157,11 @@ class Bench:
             # One GPU has no room for the pairs of several configurations.
             self.close()
             self.console.print(f"starting 2 engines of {self.require_model().name} ...")
+            more = dict(arguments or {})
+            own = more | ({"clock_hooks": True} if clock else {})
             made = Pair(
-                self.start(f"{name}-vanilla"),
-                self.start(f"{name}-eyesplice", config=config),
+                self.start(f"{name}-vanilla", **more),
+                self.start(f"{name}-eyesplice", config=config, **own),
             )
             self._pairs[name] = made
             try:

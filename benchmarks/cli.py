@@ -278,3 +278,53 @@ def memory_command(context: typer.Context) -> None:
 
     with refusals():
         memory.run(bench_of(context))
+
+
+@app.command("startup")
+def startup_command(
+    context: typer.Context,
+    starts: Annotated[int, typer.Option(help="Cold and warm starts of each.")] = 1,
+) -> None:
+    """Seconds of compilation and start, cold and warm, each with its own caches.
+
+    Four starts one after another for each of STARTS: on an H200, 8B shape, about 90 s cold
+    and 45 s warm, so 270 s.
+    """
+    from eyesplice.benchmarks import startup
+
+    with refusals():
+        startup.run(bench_of(context), starts)
+
+
+@app.command("host")
+def host_command(
+    context: typer.Context, batches: Batches = "1,64,256", steps: Steps = 100
+) -> None:
+    """Host code per step, its launches and its copies, idle and active.
+
+    It costs a start of its own (hooks are timed), and about 2 s per batch and case.
+    """
+    from eyesplice.benchmarks import host
+
+    with refusals():
+        host.run(bench_of(context), numbers(batches), steps)
+
+
+@app.command("capture")
+def capture_command(
+    context: typer.Context,
+    prompts: Annotated[int, typer.Option(help="Prompts of a run.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    every: Annotated[
+        int, typer.Option(help="Prompts of a run that captures every token.")
+    ] = 16,
+) -> None:
+    """Capture of the last prompt token at all layers, and of every token.
+
+    It costs a start of its own (a ring of 1 GiB on the 8B shape), then on an H200 about
+    2 s per case and round for the last token and 1 to 5 s for every token: 80 s.
+    """
+    from eyesplice.benchmarks import capture
+
+    with refusals():
+        capture.run(bench_of(context), prompts, prompt_tokens, every)

@@ -22,6 +22,10 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     if "additional_config" in arguments:
         _watch_tables()
+    if arguments.pop("clock_hooks", False):
+        from eyesplice.benchmarks.hook_clock import install
+
+        _clocks.append(install())
     start = time.perf_counter()
     from vllm import LLM
 
@@ -69,6 +73,7 @@ def describe(llm: Any) -> dict[str, Any]:
 
 
 _measured: dict[str, int] = {}
+_clocks: list[Any] = []
 
 
 def _watch_tables() -> None:
@@ -197,6 +202,62 @@ def wrote(output: Any) -> bool:
     return bool(writes) and all(item["tokens"] for item in writes)
 
 
+def prefill(
+    llm: Any,
+    prompts: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    extra_args: dict[str, Any] | None,
+    seed: int,
+) -> Any:
+    """Seconds of a batch of prompts with short answers, and the rows it captured."""
+    import gc
+    import random
+
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    inputs = [
+        {"prompt_token_ids": [rng.randrange(10, 500) for _ in range(prompt_tokens)]}
+        for _ in range(prompts)
+    ]
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=extra_args,
+    )
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    gc.enable()
+    answers = [getattr(output, "eyesplice", None) or {} for output in outputs]
+    rows = sum(
+        captured["shape"][0]
+        for answer in answers
+        for captured in answer.get("captures", {}).values()
+    )
+    errors = sorted({answer["error"] for answer in answers if "error" in answer})
+    return {"seconds": seconds, "rows": rows, "errors": errors}
+
+
+def hooks(llm: Any, **command: Any) -> Any:
+    """Seconds of eyesplice's hooks, see `host_child`."""
+    from eyesplice.benchmarks.host_child import hook_seconds
+
+    return hook_seconds(llm, _clocks[0], **command)
+
+
+def calls(llm: Any, **command: Any) -> Any:
+    """Launches and copies per step, see `host_child`."""
+    from eyesplice.benchmarks import host_child
+
+    return {"calls": host_child.calls(llm, **command)}
+
+
 class _Replays:
     """Events around every replay of a full CUDA graph, while it exists."""
 
@@ -234,6 +295,9 @@ class _Replays:
 _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "generate": generate,
     "decode": decode,
+    "prefill": prefill,
+    "hooks": hooks,
+    "calls": calls,
 }
 
 
