@@ -110,6 +110,7 @@ class Bench:
         name: str,
         *,
         config: Mapping[str, Any] | None = None,
+        plugin: bool = False,
         env: Mapping[str, str] | None = None,
         **more: Any,
     ) -> EngineProcess:
@@ -117,7 +118,8 @@ class Bench:
 
         Args:
             name: of its log.
-            config: eyesplice's configuration, besides the vectors; None for vanilla.
+            config: eyesplice's configuration, besides the vectors; None for none.
+            plugin: whether plugins load though eyesplice is not switched on.
             env: further environment variables.
             more: arguments of `vllm.LLM` that replace the pair's.
         """
@@ -129,7 +131,7 @@ class Bench:
         return EngineProcess(
             name,
             self.out / f"{name}.log",
-            plugin=config is not None,
+            plugin=plugin or config is not None,
             env=dict(env or {}),
             **arguments,
         )

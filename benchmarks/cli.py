@@ -328,3 +328,27 @@ def capture_command(
 
     with refusals():
         capture.run(bench_of(context), prompts, prompt_tokens, every)
+
+
+@app.command("peers")
+def peers_command(
+    context: typer.Context,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of wheels: hotwire_vllm, vllm_lens and what they need."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Requests of the batch.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decode steps of a call.")] = 64,
+) -> None:
+    """Idle and one layer steered, beside hotwire-vllm, vllm-lens and enforce_eager.
+
+    Five engines start at once: on an H200, 8B shape, with 4 GiB of KV cache each
+    (--engine '{"kv_cache_memory_bytes": 4294967296}'), about 180 s; then about 1 s per
+    case and round, more for engines without CUDA graphs: 80 s.
+    """
+    from eyesplice.benchmarks import peers
+
+    with refusals():
+        peers.run(bench_of(context), wheels, batch, steps)

@@ -120,7 +120,7 @@ def generate(
             ignore_eos=True,
             detokenize=False,
             logprobs=logprobs,
-            extra_args=extra,
+            extra_args=_prepared(extra),
         )
         for extra in extra_args
     ]
@@ -139,6 +139,23 @@ def generate(
     tokens = [list(out.token_ids) for out in outputs]
     found = [getattr(out, "eyesplice", None) for out in whole]
     return {"tokens": tokens, "logprobs": chosen, "eyesplice": found}
+
+
+def _prepared(extra: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`extra_args` as the engine's plugin wants them: vllm-lens takes its own objects."""
+    if extra is None or "lens" not in extra:
+        return None if extra is None else dict(extra)
+    from safetensors.torch import load_file
+    from vllm_lens import SteeringVector
+
+    asked = extra["lens"]
+    (tensor,) = load_file(asked["file"]).values()
+    vector = SteeringVector(
+        activations=tensor[None],
+        layer_indices=[asked["layer"]],
+        scale=asked["scale"],
+    )
+    return {"apply_steering_vectors": [vector]}
 
 
 def decode(
@@ -221,13 +238,17 @@ def prefill(
         {"prompt_token_ids": [rng.randrange(10, 500) for _ in range(prompt_tokens)]}
         for _ in range(prompts)
     ]
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args=extra_args,
-    )
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            # Of its own: peers take their keys out.
+            extra_args=_prepared(extra_args),
+        )
+        for _ in inputs
+    ]
     gc.collect()
     gc.disable()
     start = time.perf_counter()
