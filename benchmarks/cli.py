@@ -95,7 +95,7 @@ def _shared(
 
     from eyesplice.benchmarks.bench import Bench
 
-    with refusals():
+    with refusals(engine=False):
         bench = Bench(
             model=model,
             out=out,
@@ -109,11 +109,16 @@ def _shared(
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Tell a refusal in its own words; without an engine there is nothing to measure."""
+def refusals(*, engine: bool = True) -> Iterator[None]:
+    """Tell a refusal in its own words.
+
+    Args:
+        engine: whether vLLM must be installed.
+    """
     from eyesplice.benchmarks.records import Refused
 
-    require_engine()
+    if engine:
+        require_engine()
     try:
         yield
     except (Refused, OSError, ValueError) as error:
@@ -352,3 +357,20 @@ def peers_command(
 
     with refusals():
         peers.run(bench_of(context), wheels, batch, steps)
+
+
+@app.command("plots")
+def plots_command(
+    context: typer.Context,
+    results: Annotated[Path, typer.Option(help="Folder of JSON files.")] = Path(
+        "benchmarks/results/h200"
+    ),
+    page: Annotated[
+        Path, typer.Option(help="The page whose tables are filled.")
+    ] = Path("docs/performance.md"),
+) -> None:
+    """Tables and SVG pictures of a page, from the JSON of earlier runs; no engine."""
+    from eyesplice.benchmarks import plots
+
+    with refusals(engine=False):
+        plots.run(results, page, bench_of(context).console)
