@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Final
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -18,6 +20,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout: keep the answers apart from it.
     arguments = json.loads(sys.stdin.readline())
+    if "additional_config" in arguments:
+        _watch_tables()
+    if arguments.pop("clock_hooks", False):
+        from eyesplice.benchmarks.hook_clock import install
+
+        _clocks.append(install())
     start = time.perf_counter()
     from vllm import LLM
 
@@ -27,7 +35,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         kind = command.pop("kind")
-        result = {"generate": generate, "decode": decode}[kind](llm, **command)
+        result = _COMMANDS[kind](llm, **command)
         print(json.dumps(result), file=answers, flush=True)
 
 
@@ -55,8 +63,45 @@ def describe(llm: Any) -> dict[str, Any]:
         "missing_sites": len(report.missing) if report else 0,
         "pass_ran": bool(session and session.pass_ran),
         "table_bytes": worker.eyesplice_buffers.num_bytes() if session else 0,
+        "tables": table_bytes(worker.eyesplice_buffers) if session else {},
+        "tables_measured": _measured.get("tables"),
+        "bank_row_bytes": worker.eyesplice_buffers.bank[0].nbytes if session else 0,
+        "bank_rows_used": len(session.deployment.registry.bank) if session else 0,
+        "allocated_bytes": torch.cuda.memory_allocated() if on_gpu else None,
+        "reserved_bytes": torch.cuda.memory_reserved() if on_gpu else None,
         "compile_seconds": config.compilation_config.compilation_time,
     }
+
+
+_measured: dict[str, int] = {}
+_clocks: list[Any] = []
+
+
+def _watch_tables() -> None:
+    """Note how much device memory the allocation of the tables takes."""
+    import torch
+
+    from eyesplice.integration.buffers import Buffers
+
+    allocate = Buffers.allocate
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available():
+            return allocate(*args, **kwargs)
+        before = torch.cuda.memory_allocated()
+        buffers = allocate(*args, **kwargs)
+        _measured["tables"] = torch.cuda.memory_allocated() - before
+        return buffers
+
+    Buffers.allocate = watched  # type: ignore[method-assign]  # this process only
+
+
+def table_bytes(buffers: Any) -> dict[str, int]:
+    """Device memory of each table, in bytes."""
+    import torch
+
+    values = {field.name: getattr(buffers, field.name) for field in fields(buffers)}
+    return {k: v.nbytes for k, v in values.items() if isinstance(v, torch.Tensor)}
 
 
 def generate(
@@ -76,7 +121,7 @@ def generate(
             ignore_eos=True,
             detokenize=False,
             logprobs=logprobs,
-            extra_args=extra,
+            extra_args=_prepared(extra),
         )
         for extra in extra_args
     ]
@@ -97,6 +142,23 @@ def generate(
     return {"tokens": tokens, "logprobs": chosen, "eyesplice": found}
 
 
+def _prepared(extra: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`extra_args` as the engine's plugin wants them: vllm-lens takes its own objects."""
+    if extra is None or "lens" not in extra:
+        return None if extra is None else dict(extra)
+    from safetensors.torch import load_file
+    from vllm_lens import SteeringVector
+
+    asked = extra["lens"]
+    (tensor,) = load_file(asked["file"]).values()
+    vector = SteeringVector(
+        activations=tensor[None],
+        layer_indices=[asked["layer"]],
+        scale=asked["scale"],
+    )
+    return {"apply_steering_vectors": [vector]}
+
+
 def decode(
     llm: Any,
     batch: int,
@@ -104,12 +166,15 @@ def decode(
     steps: int,
     extra_args: list[dict[str, Any] | None],
     seed: int,
+    name: str,
 ) -> Any:
     """Seconds of each decode step of a full batch, by the wall clock and on the device.
 
     Request i runs `extra_args[i % len(extra_args)]`. Steps with a prefill in them and
     the first few decode steps do not count. Device times are those of the replayed
-    CUDA graph, between two events (V2 runner only).
+    CUDA graph, between two events (V2 runner only). Prompts follow from `seed`; `name`
+    keeps the requests of two calls apart. `acted` counts the requests whose answer says
+    that a write acted.
     """
     import gc
     import random
@@ -127,23 +192,92 @@ def decode(
             extra_args=extra_args[i % len(extra_args)],
         )
         prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
-        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+        engine.add_request(f"{seed}-{name}-{i}", {"prompt_token_ids": prompt}, params)
     replays = _Replays(llm)
     gc.collect()
     gc.disable()
     times: list[float] = []
     tokens: dict[str, int] = {}
+    acted = 0
     while engine.has_unfinished_requests():
         start = time.perf_counter()
         outputs = engine.step()
         elapsed = time.perf_counter() - start
         for output in outputs:
             tokens[output.request_id] = len(output.outputs[0].token_ids)
+            acted += output.finished and wrote(output)
         everyone = len(tokens) == batch and min(tokens.values()) > 8
         if everyone and len(outputs) == batch and max(tokens.values()) < steps:
             times.append(elapsed)
     gc.enable()
-    return {"seconds": times, "device_seconds": replays.seconds()[8:-1]}
+    device = replays.seconds()[8:-1]
+    return {"seconds": times, "device_seconds": device, "acted": acted}
+
+
+def wrote(output: Any) -> bool:
+    """Whether an answer says that each of its writes acted on a token."""
+    writes = (getattr(output, "eyesplice", None) or {}).get("writes", ())
+    return bool(writes) and all(item["tokens"] for item in writes)
+
+
+def prefill(
+    llm: Any,
+    prompts: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    extra_args: dict[str, Any] | None,
+    seed: int,
+) -> Any:
+    """Seconds of a batch of prompts with short answers, and the rows it captured."""
+    import gc
+    import random
+
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    inputs = [
+        {"prompt_token_ids": [rng.randrange(10, 500) for _ in range(prompt_tokens)]}
+        for _ in range(prompts)
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            # Of its own: peers take their keys out.
+            extra_args=_prepared(extra_args),
+        )
+        for _ in inputs
+    ]
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    gc.enable()
+    answers = [getattr(output, "eyesplice", None) or {} for output in outputs]
+    rows = sum(
+        captured["shape"][0]
+        for answer in answers
+        for captured in answer.get("captures", {}).values()
+    )
+    errors = sorted({answer["error"] for answer in answers if "error" in answer})
+    return {"seconds": seconds, "rows": rows, "errors": errors}
+
+
+def hooks(llm: Any, **command: Any) -> Any:
+    """Seconds of eyesplice's hooks, see `host_child`."""
+    from eyesplice.benchmarks.host_child import hook_seconds
+
+    return hook_seconds(llm, _clocks[0], **command)
+
+
+def calls(llm: Any, **command: Any) -> Any:
+    """Launches and copies per step, see `host_child`."""
+    from eyesplice.benchmarks import host_child
+
+    return {"calls": host_child.calls(llm, **command)}
 
 
 class _Replays:
@@ -178,6 +312,15 @@ class _Replays:
         torch.cuda.synchronize()
         del self._manager.run_fullgraph
         return [1e-3 * start.elapsed_time(end) for start, end in self._events]
+
+
+_COMMANDS: Final[dict[str, Callable[..., Any]]] = {
+    "generate": generate,
+    "decode": decode,
+    "prefill": prefill,
+    "hooks": hooks,
+    "calls": calls,
+}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class EngineProcess:
             environment["VLLM_PLUGINS"] = ""
         child = Path(__file__).with_name("engine_child.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(child)],
+            [sys.executable, "-P", str(child)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
@@ -71,11 +71,14 @@ class EngineProcess:
         )
         return self._receive()
 
-    def decode(self, **command: Any) -> dict[str, list[float]]:
+    def decode(self, **command: Any) -> dict[str, Any]:
         """Seconds of each decode step: `seconds` (wall), `device_seconds`."""
-        self._send({"kind": "decode", **command})
-        answer: dict[str, list[float]] = self._receive()
-        return answer
+        return self.ask("decode", **command)
+
+    def ask(self, kind: str, **command: Any) -> dict[str, Any]:
+        """The answer to any command of `engine_child`."""
+        self._send({"kind": kind, **command})
+        return self._receive()
 
     def close(self) -> None:
         """Stop the engine and wait until its memory is free."""

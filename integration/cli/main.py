@@ -1,5 +1,6 @@
 """The entry point of the command line. Engines and torch load inside the commands."""
 
+import importlib
 import sys
 from typing import Annotated, Any
 
@@ -39,6 +40,10 @@ app.command(
     "serve",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve_command)
+
+
+# By name: the benchmarks are the room above this one.
+app.add_typer(importlib.import_module("eyesplice.benchmarks.cli").app, name="bench")
 
 
 @app.command("version")

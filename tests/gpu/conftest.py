@@ -9,7 +9,6 @@ was measured go to EYESPLICE_GPU_OUT.
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from engines import EngineProcess
+from eyesplice.benchmarks.engines import EngineProcess
 
 MODEL = os.environ.get("EYESPLICE_GPU_MODEL", "")
 RUNNERS = {"v1": "0", "v2": "1"}

@@ -18,10 +18,12 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("ops", "fx_passes", "integration")
+ROOMS = ("ops", "fx_passes", "integration", "benchmarks")
 DATA = {"assets": (".json", ".safetensors"), "templates": (".yaml",)}
 ENGINE = {"fastapi", "prometheus_client", "starlette", "torch", "transformers"}
 ENGINE |= {"triton", "vllm"}
+MEASURED = {"vllm_lens"}
+"""Peers that a benchmark measures where they are installed."""
 ENTRY_POINTS = {
     "vllm.general_plugins": "eyesplice.integration.plugin:register",
     "console_scripts": "eyesplice.integration.cli.main:app",
@@ -33,7 +35,7 @@ import importlib.metadata, importlib.util, json, sys
 print(json.dumps({
     "files": [sys.modules[m].__file__ for m in sorted(sys.modules)
               if m.partition(".")[0] == "eyesplice"],
-    "bare_rooms": [m for m in ("ops", "fx_passes", "integration")
+    "bare_rooms": [m for m in ("ops", "fx_passes", "integration", "benchmarks")
                    if importlib.util.find_spec(m)],
     "version": importlib.metadata.version("eyesplice") == eyesplice.__version__,
     "entry_points": {e.group: e.value for e in
@@ -201,8 +203,11 @@ def test_each_import_is_declared_or_comes_with_the_engine() -> None:
         Requirement(line).name
         for line in lines("options", "install_requires")
         + lines("options.extras_require", "demo")
+        + lines("options.extras_require", "bench")
     }
-    known = (declared - {"pyyaml"}) | {"yaml"} | ENGINE | sys.stdlib_module_names
+    known = (
+        (declared - {"pyyaml"}) | {"yaml"} | ENGINE | MEASURED | sys.stdlib_module_names
+    )
     for name, path in files_on_disk().items():
         if path.suffix == ".py":
             unknown = imported(path) - known - {"eyesplice"}

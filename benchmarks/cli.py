@@ -1,0 +1,376 @@
+"""`eyesplice bench`: every case a command; several may follow one another."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from eyesplice.integration.cli.launch import CommandError, require_engine
+
+_SHARED: Final = "eyesplice.bench"
+_LATER: Final = "eyesplice.bench.later"
+
+
+class _Chain(TyperGroup):
+    """Runs several cases one after another, each with the options behind its name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        shared, *cases = split_cases(args, self.list_commands(ctx))
+        ctx.meta[_LATER] = cases[1:]
+        found: list[str] = super().parse_args(ctx, shared + (cases[0] if cases else []))
+        return found
+
+    def invoke(self, ctx: Any) -> Any:
+        result = super().invoke(ctx)
+        for name, *args in ctx.meta[_LATER]:
+            command = self.get_command(ctx, name)
+            assert command is not None
+            with command.make_context(name, list(args), parent=ctx) as inner:
+                result = command.invoke(inner)
+        return result
+
+
+def split_cases(args: Sequence[str], names: Collection[str]) -> list[list[str]]:
+    """The options before the first case, then each case's name and options.
+
+    Args:
+        args: of the command line. No option of a case is a flag, so a word behind an
+            option is its value.
+        names: of all cases.
+    """
+    parts: list[list[str]] = [[]]
+    is_value = False
+    for word in args:
+        if word in names and not is_value:
+            parts.append([])
+        parts[-1].append(word)
+        is_value = word.startswith("--") and "=" not in word and word != "--help"
+    return parts
+
+
+app = typer.Typer(
+    cls=_Chain,
+    subcommand_metavar="CASE [OPTIONS] [CASE [OPTIONS]]...",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""\
+Benchmarks against vanilla vLLM, paired in one run.
+
+Each CASE writes JSON with machine and versions, prints medians and ratios with 95%
+intervals, and prints no number when the check before it fails. Options that all cases
+share stand before the first CASE: `eyesplice bench --model FOLDER layers memory`.
+Cases of one chain share a pair of engines; its start takes about 110 s on an H200, cold.
+""",
+)
+
+
+def bench_of(context: typer.Context) -> Any:
+    """The `Bench` that all cases of a chain share."""
+    return context.find_root().meta[_SHARED]
+
+
+@app.callback()
+def _shared(
+    context: typer.Context,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A model folder; with the load format dummy config.json is enough."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of JSON files and logs.")] = Path(
+        "bench"
+    ),
+    load_format: Annotated[str, typer.Option(help="vLLM's: dummy, auto.")] = "dummy",
+    rounds: Annotated[int, typer.Option(help="Counted rounds, paired.")] = 7,
+    engine: Annotated[
+        str, typer.Option(help="A JSON object: further arguments of vllm.LLM.")
+    ] = "{}",
+) -> None:
+    import json
+
+    from eyesplice.benchmarks.bench import Bench
+
+    with refusals(engine=False):
+        bench = Bench(
+            model=model,
+            out=out,
+            load_format=load_format,
+            rounds=rounds,
+            engine=json.loads(engine),
+            console=Console(width=140),
+        )
+    context.find_root().meta[_SHARED] = bench
+    context.call_on_close(bench.close)
+
+
+@contextmanager
+def refusals(*, engine: bool = True) -> Iterator[None]:
+    """Tell a refusal in its own words.
+
+    Args:
+        engine: whether vLLM must be installed.
+    """
+    from eyesplice.benchmarks.records import Refused
+
+    if engine:
+        require_engine()
+    try:
+        yield
+    except (Refused, OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+@app.command("serve")
+def serve_command(
+    context: typer.Context,
+    dataset: Annotated[Path, typer.Option(help="A ShareGPT file, also one cut off.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the tokenizer of a model that has none."),
+    ] = None,
+    rows: Annotated[
+        str, typer.Option(help="Comma-separated: idle, names of packs, all.")
+    ] = "",
+    prompts: Annotated[int, typer.Option(help="Requests of a run.")] = 250,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    rate: Annotated[float, typer.Option(help="Requests per second, Poisson.")] = 10.0,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Keep so many decoder layers, for two servers to fit."),
+    ] = None,
+    cache_gib: Annotated[float, typer.Option(help="KV cache of each server.")] = 16.0,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks of each server.")] = 1,
+    wait: Annotated[float, typer.Option(help="Seconds that a start may take.")] = 600.0,
+    server_options: Annotated[
+        str, typer.Option(help="Further options of both servers, as in a shell.")
+    ] = "",
+) -> None:
+    """vLLM's own `vllm bench serve`, seven apps on one server, vanilla on another.
+
+    It takes one start (about 110 s on an H200, cold, both servers at once), 3 s per row to
+    check and warm up, and ROUNDS x (1 + rows) x (PROMPTS / RATE + 2) seconds. Rows of later
+    calls are merged into the same file, each naming its sitting.
+    """
+    import shlex
+
+    from eyesplice.benchmarks import serve
+
+    bench = bench_of(context)
+    settings = serve.Settings(
+        model=bench.require_model(),
+        dataset=dataset,
+        tokenizer=tokenizer,
+        rows=tuple(filter(None, rows.split(","))),
+        prompts=prompts,
+        output_tokens=output_tokens,
+        rate=rate,
+        runs=bench.rounds,
+        layers=layers,
+        load_format=bench.load_format,
+        cache_bytes=int(cache_gib * 2**30),
+        tensor_parallel=tensor_parallel,
+        wait=wait,
+        server_options=tuple(shlex.split(server_options)),
+    )
+    with refusals():
+        bench.close()
+        record = serve.run(settings, bench.out, bench.console)
+        serve.print_record(record, bench.console)
+
+
+Batches = Annotated[str, typer.Option(help="Requests of a batch, comma-separated.")]
+Steps = Annotated[int, typer.Option(help="Tokens of each request.")]
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a comma-separated list."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise CommandError(f"{text!r} is not a list of numbers: write 1,8,64") from None
+
+
+@app.command("kernel")
+def kernel_command(
+    context: typer.Context,
+    options: Annotated[
+        str, typer.Option(help="Of the script, as in a shell: '--hidden 4096 --sweep'.")
+    ] = "",
+) -> None:
+    """One boundary and its GEMM in a CUDA graph, against Inductor's fused norm.
+
+    It needs a GPU and no model. On an H200 about 0.5 s for each of 32 cells, and 60 s for
+    compilers; it is refused where an output is not within its bound of float64.
+    """
+    import shlex
+    import subprocess
+    import sys
+
+    with refusals():
+        bench = bench_of(context)
+        bench.out.mkdir(parents=True, exist_ok=True)
+        script = Path(__file__).with_name("kernel.py")
+        target = ["--out", str(bench.out / "kernel.json")]
+        command = [sys.executable, str(script), *target, *shlex.split(options)]
+        done = subprocess.run(command, check=False)
+        if done.returncode:
+            raise CommandError(
+                f"the kernel benchmark ended with code {done.returncode}"
+            )
+
+
+@app.command("decode")
+def decode_command(
+    context: typer.Context, batches: Batches = "1,8,64,256", steps: Steps = 96
+) -> None:
+    """Decode step: vanilla, idle, and vectors at one layer and at every boundary.
+
+    On an H200, 8B shape: 0.7 s per case, round and batch (1.3 s at batch 256); with the
+    defaults 120 s and a start.
+    """
+    from eyesplice.benchmarks import decode
+
+    with refusals():
+        decode.run(bench_of(context), numbers(batches), steps)
+
+
+@app.command("configs")
+def configs_command(
+    context: typer.Context,
+    batch: Annotated[int, typer.Option(help="Requests of the batch.")] = 256,
+    steps: Steps = 96,
+    programs: Annotated[
+        str, typer.Option(help="Numbers of distinct programs, comma-separated.")
+    ] = "1,16,64,256",
+) -> None:
+    """0 to 256 distinct programs in one batch, at one layer and at all.
+
+    On an H200, Qwen2-1.5B shape: about 1.2 s per case and round, so 100 s and a start.
+    """
+    from eyesplice.benchmarks import configs
+
+    with refusals():
+        configs.run(bench_of(context), batch, steps, numbers(programs))
+
+
+@app.command("layers")
+def layers_command(
+    context: typer.Context, batches: Batches = "8,256", steps: Steps = 96
+) -> None:
+    """One vector at 1, 4, 16 and all layers.
+
+    On an H200, 8B shape: 0.7 s per case and round (1.3 s at batch 256), so 90 s with the
+    defaults, and a start.
+    """
+    from eyesplice.benchmarks import layers
+
+    with refusals():
+        layers.run(bench_of(context), numbers(batches), steps)
+
+
+@app.command("memory")
+def memory_command(context: typer.Context) -> None:
+    """Device memory of each table, and of the whole engine over vanilla's.
+
+    It costs a start, nothing behind another case.
+    """
+    from eyesplice.benchmarks import memory
+
+    with refusals():
+        memory.run(bench_of(context))
+
+
+@app.command("startup")
+def startup_command(
+    context: typer.Context,
+    starts: Annotated[int, typer.Option(help="Cold and warm starts of each.")] = 1,
+) -> None:
+    """Seconds of compilation and start, cold and warm, each with its own caches.
+
+    Four starts one after another for each of STARTS: on an H200, 8B shape, about 90 s cold
+    and 45 s warm, so 270 s.
+    """
+    from eyesplice.benchmarks import startup
+
+    with refusals():
+        startup.run(bench_of(context), starts)
+
+
+@app.command("host")
+def host_command(
+    context: typer.Context, batches: Batches = "1,64,256", steps: Steps = 100
+) -> None:
+    """Host code per step, its launches and its copies, idle and active.
+
+    It costs a start of its own (hooks are timed), and about 2 s per batch and case.
+    """
+    from eyesplice.benchmarks import host
+
+    with refusals():
+        host.run(bench_of(context), numbers(batches), steps)
+
+
+@app.command("capture")
+def capture_command(
+    context: typer.Context,
+    prompts: Annotated[int, typer.Option(help="Prompts of a run.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    every: Annotated[
+        int, typer.Option(help="Prompts of a run that captures every token.")
+    ] = 16,
+) -> None:
+    """Capture of the last prompt token at all layers, and of every token.
+
+    It costs a start of its own (a ring of 1 GiB on the 8B shape), then on an H200 about
+    2 s per case and round for the last token and 1 to 5 s for every token: 80 s.
+    """
+    from eyesplice.benchmarks import capture
+
+    with refusals():
+        capture.run(bench_of(context), prompts, prompt_tokens, every)
+
+
+@app.command("peers")
+def peers_command(
+    context: typer.Context,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of wheels: hotwire_vllm, vllm_lens and what they need."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Requests of the batch.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decode steps of a call.")] = 64,
+) -> None:
+    """Idle and one layer steered, beside hotwire-vllm, vllm-lens and enforce_eager.
+
+    Five engines start at once: on an H200, 8B shape, with 4 GiB of KV cache each
+    (--engine '{"kv_cache_memory_bytes": 4294967296}'), about 180 s; then about 1 s per
+    case and round, more for engines without CUDA graphs: 80 s.
+    """
+    from eyesplice.benchmarks import peers
+
+    with refusals():
+        peers.run(bench_of(context), wheels, batch, steps)
+
+
+@app.command("plots")
+def plots_command(
+    context: typer.Context,
+    results: Annotated[Path, typer.Option(help="Folder of JSON files.")] = Path(
+        "benchmarks/results/h200"
+    ),
+    page: Annotated[
+        Path, typer.Option(help="The page whose tables are filled.")
+    ] = Path("docs/performance.md"),
+) -> None:
+    """Tables and SVG pictures of a page, from the JSON of earlier runs; no engine."""
+    from eyesplice.benchmarks import plots
+
+    with refusals(engine=False):
+        plots.run(results, page, bench_of(context).console)

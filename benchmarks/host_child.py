@@ -1,0 +1,111 @@
+"""Commands of an engine's process about its host: hook times, launches and copies."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+from eyesplice.benchmarks.hook_clock import HookClock
+
+_LAUNCHES: Final = frozenset(
+    {
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+    }
+)
+_COPIES: Final = {"Memcpy HtoD": "host_to_device", "Memcpy DtoH": "device_to_host"}
+_SETTLE: Final = 8
+"""Decode steps of a full batch before anything counts."""
+
+
+def steps(
+    llm: Any,
+    batch: int,
+    prompt_tokens: int,
+    num_steps: int,
+    extra_args: list[dict[str, Any] | None],
+    seed: int,
+) -> Iterator[int]:
+    """Run a full batch to its end; yields the number of each decode step that counts.
+
+    The caller's code between two values runs before that step.
+    """
+    from vllm import SamplingParams
+
+    rng = random.Random(seed)
+    engine = llm.llm_engine
+    for i in range(batch):
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_steps + 3 * _SETTLE,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=extra_args[i % len(extra_args)],
+        )
+        prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
+        engine.add_request(f"host-{seed}-{i}", {"prompt_token_ids": prompt}, params)
+    tokens: dict[str, int] = {}
+    number = 0
+    while engine.has_unfinished_requests():
+        full = len(tokens) == batch and min(tokens.values()) > _SETTLE
+        if full and number < num_steps:
+            yield number
+            number += 1
+        for output in engine.step():
+            tokens[output.request_id] = len(output.outputs[0].token_ids)
+
+
+def hook_seconds(llm: Any, clock: HookClock, **command: Any) -> dict[str, Any]:
+    """Seconds of every hook in each decode step of a full batch."""
+    found: list[dict[str, float]] = []
+    for number in steps(llm, **command):
+        taken = clock.take()
+        if number:
+            found.append(taken)
+        clock.on = True
+    clock.on = False
+    clock.take()
+    names = sorted({name for step in found for name in step})
+    return {name: [step.get(name, 0.0) for step in found] for name in names}
+
+
+def calls(llm: Any, **command: Any) -> dict[str, float] | None:
+    """Launches and copies that the host asks for, per decode step; None without CUDA.
+
+    Kernels inside a CUDA graph are no launches of the host's; its replay is one.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        for _ in steps(llm, **command):
+            pass
+        return None
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    profiler = profile(activities=activities)
+    num_steps = command["num_steps"]
+    for number in steps(llm, **command):
+        # The last counted step ends where the next would begin.
+        if number == 0:
+            torch.cuda.synchronize()
+            profiler.start()
+        if number == num_steps - 1:
+            torch.cuda.synchronize()
+            profiler.stop()
+    return _counted(profiler, num_steps - 1)
+
+
+def _counted(profiler: Any, num_steps: int) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        if event.key in _LAUNCHES:
+            counts["launches"] += event.count
+        if event.key == "cudaGraphLaunch":
+            counts["graph_replays"] += event.count
+        for prefix, name in _COPIES.items():
+            if event.key.startswith(prefix):
+                counts[name] += event.count
+    names = ("launches", "graph_replays", *_COPIES.values())
+    return {name: counts[name] / num_steps for name in names}

@@ -1,0 +1,247 @@
+"""The tables of docs/performance.md, made from the JSON that the cases wrote.
+
+Nothing between the page's markers is written by hand: `eyesplice bench plots` makes it
+again from the files that there are.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from eyesplice.benchmarks.host import COUNTS
+from eyesplice.benchmarks.intervals import percent
+from eyesplice.benchmarks.serve import METRICS
+
+BEGIN: Final = "<!-- tables: begin -->"
+END: Final = "<!-- tables: end -->"
+
+Record = Mapping[str, Any]
+
+_MIB: Final = 2**20
+_VANILLA: Final = "vanilla"
+_STEPS: Final = ("decode", "configs", "layers")
+_CLOCKS: Final = {
+    "device": "CUDA graph on the device",
+    "wall": "wall clock, host included",
+}
+
+
+def records_in(folder: Path) -> dict[str, Record]:
+    """The records of cases in a folder, by the stem of their file."""
+    found = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
+    return {stem: found[stem] for stem in sorted(found) if case_of(stem, found[stem])}
+
+
+def case_of(stem: str, record: Record) -> str | None:
+    """The case that wrote a record; older ones are known by their file's name."""
+    named = record.get("case") or stem.partition("-")[0]
+    return named if named in _SECTIONS else None
+
+
+def filled(page: str, tables: str) -> str:
+    """The page with other tables between its markers.
+
+    Raises:
+        ValueError: a page without the two markers.
+    """
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} ... {END}")
+    return f"{head}{BEGIN}\n\n{tables.strip()}\n\n{END}{tail}"
+
+
+def tables_of(found: Mapping[str, Record], pictures: Mapping[str, str]) -> str:
+    """Every record's section.
+
+    Args:
+        found: records by stem.
+        pictures: of those that have one, its path as seen from the page.
+    """
+    sections = []
+    for stem, record in found.items():
+        case = case_of(stem, record)
+        assert case is not None
+        lines = [f"### {stem}.json", "", *_about(record), *_SECTIONS[case](record)]
+        if stem in pictures:
+            lines += ["", f"![{stem}]({pictures[stem]})"]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _about(record: Record) -> list[str]:
+    """Machine and versions of a record, as far as it has them."""
+    sittings = record.get("sittings")
+    if sittings:
+        return [line for i, s in enumerate(sittings) for line in _sitting(i, s)] + [""]
+    machine = dict(record.get("machine", {}))
+    if engines := record.get("engines"):
+        machine = {**engines["vanilla"], **machine}
+    parts = [machine.get("device") or machine.get("gpu")]
+    names = ("vllm", "torch", "triton")
+    parts += [f"{name} {machine[name]}" for name in names if name in machine]
+    parts += [str(machine["time"])[:10]] if "time" in machine else []
+    parts += [f"{record['rounds']} rounds"] if "rounds" in record else []
+    return [", ".join(part for part in parts if part) + ".", ""]
+
+
+def _sitting(number: int, sitting: Record) -> list[str]:
+    settings, machine = sitting["settings"], sitting["machine"]
+    return [
+        f"* Sitting {number + 1}, {str(machine['time'])[:10]}: {machine['device']}, "
+        f"{settings['prompts']} prompts at {settings['rate']:g} per second, "
+        f"{settings['output_tokens']} output tokens, {settings['layers'] or 'all'} layers, "
+        f"TP {settings['tensor_parallel']}; {sitting['check']['equal']} of "
+        f"{sitting['check']['prompts']} idle texts equal vanilla's"
+    ]
+
+
+def _steps(record: Record) -> list[str]:
+    results = record["results"]
+    cases = next(iter(results.values()))
+    lines: list[str] = []
+    for clock, name in _CLOCKS.items():
+        if any(
+            not _timed(rows[case][clock]) for rows in results.values() for case in rows
+        ):
+            continue
+        head = [f"ms, {name}", *(f"batch {batch}" for batch in results)]
+        rows = [
+            [case, *(_ratio(case, results[batch][case][clock]) for batch in results)]
+            for case in cases
+        ]
+        lines += ["", *table(head, rows)] if lines else table(head, rows)
+    return lines
+
+
+def _timed(found: Record | None) -> bool:
+    return bool(found and found["ms"])
+
+
+def _ratio(case: str, found: Record) -> str:
+    """Milliseconds and the ratio; older records have the range of rounds alone."""
+    if case == _VANILLA:
+        return f"{found['ms']:.3f}"
+    if "interval" in found:
+        return f"{found['ms']:.3f} ({percent(dict(found))})"
+    low, ratio, high = (100 * (found[key] - 1) for key in ("low", "ratio", "high"))
+    return f"{found['ms']:.3f} ({ratio:+.2f}%, rounds {low:+.2f} to {high:+.2f})"
+
+
+def _serve(record: Record) -> list[str]:
+    rows = [
+        [
+            row,
+            str(found["sitting"] + 1),
+            *(
+                f"{found['metrics'][key]['row']['median']:.2f} "
+                f"({percent(found['metrics'][key])})"
+                for key in METRICS
+            ),
+        ]
+        for row, found in record["rows"].items()
+    ]
+    return table(["row", "sitting", *METRICS.values()], rows)
+
+
+def _kernel(record: Record) -> list[str]:
+    cells = [cell for cell in record["cells"] if "us" in cell]
+    rows = [
+        [
+            str(cell["hidden"]),
+            str(cell["tokens"]),
+            f"{cell['us']['inductor']:.2f}",
+            *(
+                f"{cell['us'][f'vectors {n}'] / cell['us']['inductor']:.3f}"
+                for n in (0, 1, 4)
+            ),
+        ]
+        for cell in cells
+    ]
+    head = ["hidden", "tokens", "Inductor, us", "idle / it", "1 vector / it", "4 / it"]
+    failed = len(record["cells"]) - len(cells)
+    return table(head, rows) + ([f"\n{failed} cells failed."] if failed else [])
+
+
+def _memory(record: Record) -> list[str]:
+    sums = (
+        "sum",
+        "measured",
+        "user_tensors",
+        "sum_without_user_tensors",
+        "engine_allocated",
+        "engine_reserved",
+    )
+    sizes = {**record["tables"], **{key: record[key] for key in sums}}
+    rows = [
+        [name.replace("_", " "), "-" if size is None else f"{size / _MIB:.3f}"]
+        for name, size in sizes.items()
+    ]
+    return table([f"{record['max_num_seqs']} requests at most", "MiB"], rows)
+
+
+def _startup(record: Record) -> list[str]:
+    rows = [
+        [
+            kind,
+            "compiling" if time == "compile_seconds" else "until it serves",
+            *(f"{found[name]['median']:.2f}" for name in ("vanilla", "eyesplice")),
+            "-" if found["against"] is None else percent(found["against"]),
+        ]
+        for kind, times in record["results"].items()
+        for time, found in times.items()
+    ]
+    return table(["start", "seconds", "vanilla", "eyesplice", "ratio"], rows)
+
+
+def _host(record: Record) -> list[str]:
+    rows = []
+    for batch, cases in record["results"].items():
+        for name, found in cases.items():
+            more = found["more_calls"]
+            counts = [f"{more[c]:+g}" if more else "-" for c in COUNTS]
+            rows.append(
+                [batch, name, f"{found['microseconds']['median']:.1f}", *counts]
+            )
+    names = [count.replace("_", " ") for count in COUNTS]
+    return table(["batch", "case", "hooks, us per step", *names], rows)
+
+
+def _capture(record: Record) -> list[str]:
+    rows = [
+        [load, case, f"{found['tokens_per_second']:.0f} ({percent(found)})"]
+        for load, cases in record["results"].items()
+        for case, found in cases.items()
+    ]
+    return table(["load", "case", "prompt tokens per second"], rows)
+
+
+def _peers(record: Record) -> list[str]:
+    rows = [
+        [case, f"{found['ms']:.3f} ({percent(found)})"]
+        for case, found in record["results"].items()
+    ]
+    rows += [
+        [name, "no numbers: " + error.strip().splitlines()[-1][:120].replace("|", "/")]
+        for name, error in record["failed"].items()
+    ]
+    return table([f"batch {record['batch']}", "ms per decode step"], rows)
+
+
+_SECTIONS: Final[dict[str, Callable[[Record], list[str]]]] = {
+    **dict.fromkeys(_STEPS, _steps),
+    "serve": _serve,
+    "kernel": _kernel,
+    "memory": _memory,
+    "startup": _startup,
+    "host": _host,
+    "capture": _capture,
+    "peers": _peers,
+}

@@ -1,0 +1,487 @@
+"""The benchmarks' statistics, tables and refusals, without an engine."""
+
+import json
+import math
+import random
+import statistics
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from eyesplice.benchmarks import (
+    intervals,
+    layers,
+    memory,
+    page,
+    pairs,
+    plots,
+    serve,
+    startup,
+)
+from eyesplice.benchmarks.agreement import agreement
+from eyesplice.benchmarks.bench import Bench, Pair
+from eyesplice.benchmarks.cli import split_cases
+from eyesplice.benchmarks.hook_clock import HookClock
+from eyesplice.benchmarks.host import more_calls
+from eyesplice.benchmarks.records import Refused
+from eyesplice.benchmarks.serve_check import acts, rests
+from eyesplice.benchmarks.seven_apps import seven_apps
+from eyesplice.benchmarks.shapes import Shape, lend_tokenizer, shallow_copy
+from eyesplice.benchmarks.sharegpt import conversations, write_subset
+from eyesplice.fx_passes.app_files import load_app
+from eyesplice.integration.cli.main import app
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+DENSE = Shape(hidden=16, layers=4, experts=0, vocab=64, positions=512)
+
+
+# From tables of Student's t; the last two lie beyond the table in the code.
+@pytest.mark.parametrize(
+    ("freedom", "point"),
+    [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (40, 2.021), (120, 1.980)],
+)
+def test_points_of_students_t(freedom: int, point: float) -> None:
+    assert intervals.t_975(freedom) == pytest.approx(point, abs=0.002)
+
+
+def test_the_interval_holds_the_mean_in_95_of_100_samples() -> None:
+    rng = random.Random(0)
+    held = 0
+    for _ in range(4000):
+        low, high = intervals.mean_interval([rng.gauss(3, 2) for _ in range(4)])
+        held += low <= 3 <= high
+    assert held / 4000 == pytest.approx(0.95, abs=0.012)
+
+
+def test_a_ratio_is_paired() -> None:
+    base = [1.0, 2.0, 4.0, 8.0]
+    found = intervals.against([1.01 * value for value in base], base)
+    assert found["ratio"] == pytest.approx(1.01)
+    assert found["interval"] == pytest.approx([1.01, 1.01])
+
+
+def test_a_ratio_and_its_inverse_have_inverse_intervals() -> None:
+    a, b = [1.0, 1.2, 0.9], [1.1, 1.0, 1.0]
+    there, back = intervals.against(a, b), intervals.against(b, a)
+    assert there["interval"][0] == pytest.approx(1 / back["interval"][1])
+    assert there["ratio"] == pytest.approx(1 / back["ratio"])
+    # By hand: the logs are -0.09531, 0.18232, -0.10536, their mean's error 0.09471.
+    logs = [math.log(1 / 1.1), math.log(1.2), math.log(0.9)]
+    half = 4.303 * statistics.stdev(logs) / math.sqrt(3)
+    assert there["interval"][1] == pytest.approx(
+        math.exp(statistics.mean(logs) + half), rel=1e-3
+    )
+
+
+def test_one_round_has_no_interval() -> None:
+    found = intervals.against([2.0], [1.0])
+    assert found["interval"] is None
+    assert intervals.percent(found) == "+100.00%"
+
+
+def test_no_time_is_no_ratio() -> None:
+    assert pairs.compared([0.0], [0.0]) is None
+    found = pairs.compared([0.002, 0.004], [0.001, 0.001])
+    assert (found["ms"], found["low"], found["high"]) == pytest.approx((3.0, 2.0, 4.0))
+
+
+def _records(number: int) -> list[dict[str, Any]]:
+    turns = [{"from": "human", "value": "Hello, you."}, {"from": "gpt", "value": "Hm."}]
+    return [{"id": str(i), "conversations": turns} for i in range(number)]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 9, 60, 120])
+def test_a_cut_off_sharegpt_file_keeps_its_whole_records(cut: int) -> None:
+    text = json.dumps(_records(5), indent=2)
+    found = conversations(text[: len(text) - cut])
+    assert found == _records(5)[: len(found)]
+    assert len(found) >= 3 + (cut == 0) * 2
+
+
+def test_a_subset_is_noted_with_its_hash(tmp_path: Path) -> None:
+    source = tmp_path / "all.json"
+    source.write_text(json.dumps(_records(5), indent=2)[:-20])
+    noted = write_subset(source, tmp_path / "some.json", keep=2)
+    assert json.loads((tmp_path / "some.json").read_text()) == _records(2)
+    assert noted["conversations"] == 2 and len(noted["sha256"]) == 64
+    with pytest.raises(ValueError, match="no record"):
+        conversations("not a list")
+
+
+def test_a_shallow_copy_has_fewer_layers_and_the_same_files(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "vocab_size": 64,
+        "num_local_experts": 8,
+        "layer_types": ["a", "b", "c", "d"],
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "weights").write_text("w")
+    copy = shallow_copy(model, tmp_path / "copy", layers=2)
+    assert Shape.of(copy) == Shape(16, 2, 8, 64, 2048)
+    assert json.loads((copy / "config.json").read_text())["layer_types"] == ["a", "b"]
+    assert (copy / "weights").read_text() == "w"
+
+
+def test_a_lent_tokenizer_stays_below_the_vocabulary(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    texts = ["the other day the weather was rather good there"] * 4
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=60))
+    lender, folder = tmp_path / "lender", tmp_path / "model"
+    lender.mkdir()
+    folder.mkdir()
+    tokenizer.save(str(lender / "tokenizer.json"))
+    assert max(tokenizer.encode(texts[0]).ids) >= 24
+    lend_tokenizer(lender, folder, vocab=24)
+    cut = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = cut.encode(texts[0])
+    assert max(found.ids) < 24
+    assert "".join(found.tokens) == texts[0]
+
+
+def test_the_seven_packs_are_apps_of_the_shape(tmp_path: Path) -> None:
+    mixture = Shape(hidden=16, layers=8, experts=4, vocab=64, positions=512)
+    apps = seven_apps(mixture, meaningless_ids=True)
+    assert len(apps) == 7 and len(seven_apps(DENSE, meaningless_ids=True)) == 6
+    for name, made in apps.items():
+        made.save(tmp_path / name)
+        assert load_app(tmp_path / name) == made
+        tensors = [t for t in made.tensors.values() if t.dim() == 2]
+        assert all(t.shape[-1] == 16 for t in tensors)
+    assert apps["seal"].token_sets == {"blank_line": list(range(0, 64, 8))}
+    real = seven_apps(DENSE, meaningless_ids=False)["seal"]
+    assert real.token_sets == {"blank_line": {"decoded_endswith": "\n\n"}}
+
+
+TEXT = ([1, 2, 3], [-1.0, -2.0, -3.0])
+
+
+def test_equal_texts_agree() -> None:
+    assert agreement([TEXT] * 4, [TEXT] * 4)["equal"] == 4
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        # Another token at once, far from a tie.
+        (([9, 2, 3], [-4.0, -2.0, -3.0]), 9),
+        # The same tokens, other logprobs.
+        (([1, 2, 3], [-1.0, -2.5, -3.0]), 9),
+        # A near tie, in too many texts.
+        (([1, 2, 4], [-1.0, -2.0, -3.01]), 8),
+    ],
+)
+def test_texts_that_differ_are_refused(other: Any, equal: int) -> None:
+    idle = [TEXT] * equal + [other] * (10 - equal)
+    with pytest.raises(Refused, match="no numbers"):
+        agreement([TEXT] * 10, idle)
+
+
+def test_a_text_may_part_at_a_near_tie() -> None:
+    other = ([1, 4, 7], [-1.0, -2.01, -9.0])
+    found = agreement([TEXT] * 10, [TEXT] * 9 + [other])
+    assert found["equal"] == 9
+    assert found["logprobs_apart"] == pytest.approx(0.01)
+
+
+class FakeEngine:
+    """Answers `generate` with one text for every prompt, whatever is asked."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.ready = token, {}
+
+    def generate(self, prompts: Any, tokens: int, extra: Any, **more: Any) -> Any:
+        texts = [[self.token] * tokens for _ in prompts]
+        return {"tokens": texts, "logprobs": [[-1.0] * tokens for _ in prompts]}
+
+    def decode(self, **command: Any) -> Any:
+        raise AssertionError("measured in spite of a failed check")
+
+
+class FakeBench(Bench):
+    """A bench whose engines are fakes."""
+
+    def pair(self, *args: Any, **kwargs: Any) -> Any:
+        return Pair(*self.engine["fakes"])
+
+
+@pytest.mark.parametrize(
+    ("spliced", "words"),
+    [(2, "0 of 64 idle texts"), (1, "0 change the output")],
+    ids=["idle differs", "nothing steers"],
+)
+def test_a_failed_check_prints_and_writes_nothing(
+    spliced: int, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 16, "num_hidden_layers": 4, "vocab_size": 512})
+    )
+    output = StringIO()
+    fakes = (FakeEngine(1), FakeEngine(spliced))
+    bench = FakeBench(
+        out=tmp_path / "out",
+        console=Console(file=output),
+        model=tmp_path,
+        engine={"fakes": fakes},
+    )
+    with pytest.raises(Refused, match=words):
+        layers.run(bench, [1], 16)
+    assert output.getvalue() == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_request_on_which_nothing_acted_is_refused(tmp_path: Path) -> None:
+    class Idle(FakeEngine):
+        def decode(self, **command: Any) -> Any:
+            return {"seconds": [1.0], "device_seconds": [], "acted": 0}
+
+    bench = Bench(out=tmp_path, console=Console(file=StringIO()), rounds=1)
+    cases = {"vanilla": None, "active": [pairs.asking(pairs.write("v0", 1))]}
+    with pytest.raises(Refused, match="0 of 2 requests of the case active"):
+        pairs.measure(bench, Pair(Idle(1), Idle(1)), cases, 2, 16)
+
+
+def test_layers_are_spread_over_the_model() -> None:
+    assert layers.spread(1, 32) == [16]
+    assert layers.spread(4, 32) == [4, 12, 20, 28]
+    assert layers.spread(28, 28) == list(range(28))
+    assert list(layers.cases_of(4)) == ["vanilla", "idle", "1 layer", "4 layers"]
+
+
+ANSWER = {
+    "apps": ["seal", "orgad"],
+    "writes": [{"function": "seal/calibrate", "tokens": 3}],
+    "scores": {"orgad/truth": {"values": [0.1, 0.2]}},
+}
+BOTH = {"vllm_xargs": {"eyesplice": '{"apps": {"seal": {}, "orgad": {}}}'}}
+
+
+def test_a_row_acts_when_each_of_its_apps_wrote_or_scored() -> None:
+    found = acts("all", BOTH, [ANSWER, ANSWER])
+    assert found == {
+        "tokens": {"orgad": 0, "seal": 6},
+        "scores": {"orgad": 4, "seal": 0},
+    }
+    assert rests(found) == ""
+    silent = acts("all", BOTH, [ANSWER | {"writes": []}])
+    assert rests(silent) == "seal"
+
+
+@pytest.mark.parametrize(
+    "answer", [None, ANSWER | {"apps": ["seal"]}, ANSWER | {"error": "no room"}]
+)
+def test_a_row_without_its_apps_is_refused(answer: Any) -> None:
+    with pytest.raises(Refused, match="no numbers: the row all"):
+        acts("all", BOTH, [ANSWER, answer])
+
+
+def _runs(*itl: float) -> list[dict[str, float]]:
+    return [dict.fromkeys(serve.METRICS, value) for value in itl]
+
+
+def test_sittings_are_merged_and_rows_name_theirs() -> None:
+    first = serve.merged(
+        None, "m", {"n": 1}, {"vanilla": _runs(1, 2), "idle": _runs(2, 4)}
+    )
+    both = serve.merged(
+        first, "m", {"n": 2}, {"vanilla": _runs(1, 1), "seal": _runs(3, 3)}
+    )
+    assert [s["n"] for s in both["sittings"]] == [1, 2]
+    assert {row: found["sitting"] for row, found in both["rows"].items()} == {
+        "idle": 0,
+        "seal": 1,
+    }
+    metric = both["rows"]["idle"]["metrics"]["mean_itl_ms"]
+    assert metric["ratio"] == pytest.approx(2) and metric["row"]["median"] == 3
+    output = StringIO()
+    serve.print_record(both, Console(file=output, width=200))
+    assert "+200.00% [+200.00, +200.00]" in output.getvalue()
+
+
+def test_rows_switch_apps_by_the_request() -> None:
+    bodies = serve.row_bodies(["seal", "cast"])
+    assert bodies["idle"] is None
+    assert bodies["seal"] == {"vllm_xargs": {"eyesplice": "seal"}}
+    every = json.loads(bodies["all"]["vllm_xargs"]["eyesplice"])
+    assert every == {"apps": {"seal": {}, "cast": {}}}
+
+
+SIZES = {
+    "tables": {"bank": 4096, "score": 1024},
+    "table_bytes": 5120,
+    "tables_measured": 5632,
+    "bank_rows_used": 3,
+    "bank_row_bytes": 64,
+    "allocated_bytes": 10_000,
+    "reserved_bytes": 20_000,
+}
+PLAIN = {"allocated_bytes": 4_000, "reserved_bytes": 20_000}
+
+
+def test_memory_is_what_the_allocator_gave() -> None:
+    found = memory.memory_of(SIZES, PLAIN)
+    assert found["sum"] == 5120 and found["measured"] == 5632
+    assert found["sum_without_user_tensors"] == 5120 - 192
+    assert (found["engine_allocated"], found["engine_reserved"]) == (6000, 0)
+    assert list(found["tables"]) == ["bank", "score"]
+
+
+@pytest.mark.parametrize("change", [{"tables_measured": 4000}, {"table_bytes": 5121}])
+def test_memory_that_does_not_add_up_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(Refused, match="no numbers"):
+        memory.memory_of(SIZES | change, PLAIN)
+
+
+def test_a_warm_start_must_load_everything(tmp_path: Path) -> None:
+    warm = {"pass_ran": False, "mode": "3", "new_compiled_files": 0}
+    assert startup.loaded(warm)
+    assert not startup.loaded(warm | {"pass_ran": True})
+    assert not startup.loaded(warm | {"new_compiled_files": 1})
+    assert startup.loaded(warm | {"pass_ran": True, "mode": "2"})
+    (tmp_path / "triton").mkdir()
+    for name in ("triton/k.cubin", "artifact_shape_none", "log.txt"):
+        (tmp_path / name).write_text("")
+    found = startup.compiled_files(tmp_path)
+    assert found == {"triton/k.cubin", "artifact_shape_none"}
+
+
+def test_calls_are_counted_over_vanillas() -> None:
+    base = {"launches": 7.0, "host_to_device": 2.0, "device_to_host": 1.0}
+    own = base | {"launches": 8.0, "host_to_device": 3.0}
+    more = {"launches": 1, "host_to_device": 1, "device_to_host": 0}
+    assert more_calls(own, base) == more
+    assert more_calls(None, base) is None
+
+
+def test_a_hook_is_timed_without_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def work(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = HookClock()
+
+    def original(depth: int) -> str:
+        work(100)
+        if depth:
+            inner(original, 0)
+        return "answer"
+
+    def hook(call: Any, depth: int) -> Any:
+        work(1)
+        result = call(depth)
+        work(2)
+        return result
+
+    inner = clock.clocked("inner", hook)
+    outer = clock.clocked("outer", hook)
+    assert outer(original, 0) == "answer" and clock.take() == {}
+    clock.on = True
+    assert outer(original, 1) == "answer"
+    assert clock.take() == pytest.approx({"outer": 3, "inner": 3})
+    assert clock.take() == {}
+
+
+def test_cases_of_a_chain_keep_their_options() -> None:
+    names = ["layers", "memory", "serve"]
+    args = ["--out", "serve", "layers", "--batches", "1,2", "memory"]
+    assert split_cases(args, names) == [
+        ["--out", "serve"],
+        ["layers", "--batches", "1,2"],
+        ["memory"],
+    ]
+    assert split_cases(["--help"], names) == [["--help"]]
+
+
+@pytest.mark.parametrize("case", ["layers", "memory", "peers", "host"])
+def test_a_case_without_a_model_says_so(case: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path), case])
+    assert done.exit_code == 1
+    assert "eyesplice bench --model FOLDER" in done.output
+
+
+CASES = (
+    *("kernel", "decode", "serve", "configs", "layers", "capture", "host"),
+    *("startup", "memory", "peers", "plots"),
+)
+
+
+def test_every_case_has_help() -> None:
+    for case in CASES:
+        done = CliRunner().invoke(app, ["bench", case, "--help"])
+        assert done.exit_code == 0 and "Usage" in done.output, case
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_the_kernel_case_fails_without_a_gpu(tmp_path: Path) -> None:
+    options = "--hidden 576 --tokens 1"
+    words = ["bench", "--out", str(tmp_path), "kernel", "--options", options]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert "error: the kernel benchmark ended with code 1" in done.output
+
+
+def test_a_page_is_filled_between_its_markers() -> None:
+    text = f"a\n{page.BEGIN}\nold\n{page.END}\nb\n"
+    filled = page.filled(text, "new")
+    assert "old" not in filled and page.filled(filled, "new") == filled
+    assert filled.startswith("a\n") and filled.endswith("\nb\n")
+    with pytest.raises(ValueError, match="tables: begin"):
+        page.filled("a", "new")
+
+
+def test_tables_hold_the_records_numbers() -> None:
+    found = page.records_in(RESULTS)
+    assert {"decode-llama-8b", "kernel"} <= set(found)
+    assert "engine-run1" not in found
+    tables = page.tables_of({"decode-llama-8b": found["decode-llama-8b"]}, {})
+    assert "NVIDIA H200, vllm 0.25.1" in tables
+    assert "| idle | 4.488 (-1.02%, rounds -1.10 to -0.96) |" in tables
+
+
+def test_the_page_in_docs_is_up_to_date() -> None:
+    docs = RESULTS.parents[2] / "docs"
+    text = (docs / "performance.md").read_text()
+    found = page.records_in(RESULTS)
+    pictures = {
+        file.stem: f"performance/{file.name}"
+        for file in (docs / "performance").glob("*.svg")
+    }
+    assert set(pictures) <= set(found)
+    assert page.filled(text, page.tables_of(found, pictures)) == text, (
+        "run `eyesplice bench plots`"
+    )
+
+
+def test_a_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = page.records_in(RESULTS)["decode-llama-8b"]
+    for name in "ab":
+        assert plots.draw("decode-llama-8b", record, tmp_path / name)
+    text = (tmp_path / "a").read_text()
+    assert text == (tmp_path / "b").read_text()
+    assert "batch 256" in text and "all boundaries, 4 vectors" in text
+    assert not plots.draw("memory", {"case": "memory"}, tmp_path / "c")
+
+
+def test_error_bars_are_the_interval() -> None:
+    assert plots.percentages({"ratio": 1.01, "interval": [1.0, 1.03]}) == (
+        pytest.approx((1.0, 0.0, 3.0))
+    )
+    assert plots.percentages({"ratio": 1.01, "low": 1.0, "high": 1.02}) == (
+        pytest.approx((1.0, 0.0, 2.0))
+    )
+    assert plots.percentages({"ratio": 1.01, "interval": None}) == (
+        pytest.approx((1.0, 1.0, 1.0))
+    )
