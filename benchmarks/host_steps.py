@@ -30,7 +30,7 @@ from eyesplice.fx_passes.program import (
     Program,
     ScoreInfo,
 )
-from eyesplice.fx_passes.sites import BOUNDARY_SUBMODULES, Site
+from eyesplice.fx_passes.sites import BOUNDARY_SUBMODULES, Site, Table
 from eyesplice.integration.buffers import Buffers, BufferSizes
 from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
@@ -68,7 +68,7 @@ def program(number: int, kind: str) -> Program:
     common: dict[str, Any] = {"stage": Stage.STREAM, "clause_mask": 1}
     add = Entry(opcode=Opcode.ADD, u=1, gain=1.0, counter=1, bit=1, **common)
     sites = [Site(layer, SUBMODULE) for layer in range(LAYERS)]
-    tables = {site.table[0]: (add,) for site in sites}
+    tables: dict[Table, tuple[Entry, ...]] = {s.table[0]: (add,) for s in sites}
     layers = tuple(range(LAYERS))
     names = {"write": "steering_vector", "read": "probe"}
     functions = [
@@ -143,7 +143,7 @@ def measure(case: Case, steps: int) -> Case:
             world.begin(names[place], programs[place])
         world.router.step(names, starts, positions, positions, count, lengths)
         step = world.router.take_step()
-        pending = step and world.results.launch(step)
+        pending = None if step is None else world.results.launch(step)
         times = [time.perf_counter() - began]
         if pending is not None:
             times += _handle(world, names, pending.join)
@@ -165,7 +165,7 @@ def _handle(world: World, names: list[str], join: Callable[[], Any]) -> list[flo
     world.core.add(answer, world.requests)
     world.core.send(outputs, answer)
     marks.append(time.perf_counter())
-    return np.diff(marks).tolist()
+    return [float(spent) for spent in np.diff(marks)]
 
 
 def _median(values: list[float]) -> float | None:

@@ -41,17 +41,9 @@ MAX_REPLAYS: Final = 60
 DTYPE: Final = torch.bfloat16
 
 SWEEP: Final = tuple(
-    Launch(0, registers, early)
-    for registers, early in (
-        (None, 0),
-        (64, 0),
-        (48, 0),
-        (40, 0),
-        (32, 0),
-        (None, 1),
-        (None, 2),
-        (40, 2),
-    )
+    Launch(0, registers, simple, early)
+    for registers, simple in ((None, True), (64, True), (64, False), (40, False))
+    for early in (False, True)
 )
 """Launches of a sweep; their warps are those of `choose_launch`, which fix the bits."""
 
@@ -241,7 +233,7 @@ def time_in_turn(chains: Sequence[Chain], seconds: float) -> list[float]:
     warm = [once(chain) for _ in range(3) for chain in chains]
     one_round = len(chains) * min(warm) * BOUNDARIES / 1e6
     times: list[list[float]] = [[] for _ in chains]
-    for i in range(min(max(int(seconds / one_round), 5), MAX_REPLAYS)):
+    for i in range(min(max(int(seconds / one_round), 15), MAX_REPLAYS)):
         for j in range(len(chains)):
             at = (i + j) % len(chains)
             times[at].append(once(chains[at]))
