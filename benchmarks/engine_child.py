@@ -171,10 +171,10 @@ def decode(
     """Seconds of each decode step of a full batch, by the wall clock and on the device.
 
     Request i runs `extra_args[i % len(extra_args)]`. Steps with a prefill in them and
-    the first few decode steps do not count. Device times are those of the replayed
-    CUDA graph, replayed in bursts after some steps (V2 runner only). Prompts follow from `seed`; `name`
-    keeps the requests of two calls apart. `acted` counts the requests whose answer says
-    that a write acted.
+    the first few decode steps do not count. Device times are those of the CUDA graph,
+    replayed in bursts after some steps (V2 runner only). Prompts follow from `seed`;
+    `name` keeps the requests of two calls apart. `acted` counts the requests whose
+    answer says that a write acted.
     """
     import gc
     import random

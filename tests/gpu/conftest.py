@@ -4,7 +4,8 @@
 
 The model is a folder with weights and a `config.json`; the vectors are made here. Every
 engine is a process of its own (`benchmarks/engines.py`); its log and a record of what
-was measured go to EYESPLICE_GPU_OUT.
+was measured go to EYESPLICE_GPU_OUT. EYESPLICE_GPU_RUNNER is one of v1 and v2, to test it
+alone.
 """
 
 import json
@@ -21,6 +22,8 @@ from eyesplice.benchmarks.engines import EngineProcess
 
 MODEL = os.environ.get("EYESPLICE_GPU_MODEL", "")
 RUNNERS = {"v1": "0", "v2": "1"}
+if only := os.environ.get("EYESPLICE_GPU_RUNNER"):
+    RUNNERS = {only: RUNNERS[only]}
 
 # On V2 the flag is given as well: its pass refuses to lower an op with a copy.
 PASS_FLAG = {

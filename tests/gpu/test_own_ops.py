@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import EngineProcess
 
 import eyesplice
+from eyesplice.benchmarks.engines import EngineProcess
 from tests.gpu.conftest import MODEL, PASS_FLAG, RUNNERS, Engines
 from tests.gpu.test_engine import Programs, alone, deviation, prompts
 from tests.oracle import Edit, Intervention, Oracle
