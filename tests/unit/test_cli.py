@@ -229,7 +229,11 @@ def test_the_tables_show_ops_of_ones_own() -> None:
     ]
     for table in (tables.short_table(lines), tables.full_table(lines)):
         assert text(table).count("fused + my::op") == 1
-    found = {"sites": lines, "missing": 0, "ops": {"boundary": 3, "inline": 0}}
+    found = {
+        "sites": lines,
+        "missing": 0,
+        "ops": {"boundary": 3, "inline": 0, "hooks": 0},
+    }
     assert "your own" not in tables.count_note(found)
     found["ops"] = {**found["ops"], "custom": 2}
     assert "with 2 ops of your own" in tables.count_note(found)

@@ -12,6 +12,7 @@ from eyesplice.ops import reference
 from eyesplice.ops.layout import (
     ALL_FAMILIES,
     FLOAT_WORDS,
+    GENERAL,
     MAX_CLAUSES,
     WORDS,
     Function,
@@ -315,7 +316,7 @@ def test_pack_lays_out_header_and_words():
     packed = pack(entries, max_entries=4)
     assert packed.shape == (5, WORDS)
     assert packed.dtype == torch.int32
-    assert packed[0, list(Header)].tolist() == [1, 1, 2, 1, 0, 1]
+    assert packed[0, list(Header)].tolist() == [1, 1, 2, 1, 0, 1, GENERAL]
     assert packed[1, : Word.GAIN].tolist() == [2, 4, 1, 2, -1]
     floats = packed.view(torch.float32)
     assert floats[1, list(FLOAT_WORDS)].tolist() == pytest.approx(
@@ -325,3 +326,5 @@ def test_pack_lays_out_header_and_words():
     assert torch.isfinite(floats[:, Word.GAIN : Word.HI + 1]).all()
     assert not packed[3:].any()
     assert not pack([], 4).any()
+    one = Entry(stage=Stage.STREAM, opcode=Opcode.ADD, u=3, clause_mask=1, gain=1.0)
+    assert pack([one], 4)[0, Header.SIMPLE] == 1
