@@ -119,6 +119,7 @@ def test_what_is_spliced_around_an_op_on_the_stream():
         "boundary": 2 * LAYERS + 1,
         "inline": 2,
         "custom": 1,
+        "hooks": 0,
     }
     # mid[0] neither waits nor is waited for; layer 1 is as ever.
     ops = spliced.calls(boundary)
