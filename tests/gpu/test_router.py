@@ -4,7 +4,8 @@ The model is a small random Qwen3-MoE made here, whose router vLLM runs inside i
 Rows of 2048 elements are summed in one order by the kernel and by Inductor. Every kind of
 engine answers the same questions:
 
-    vanilla, cold, warm    compiled, with CUDA graphs: the router by a hook
+    vanilla, again         compiled vLLM, twice: how far it agrees with itself
+    cold, warm             compiled, with CUDA graphs: the router by a hook
     eager-vanilla, eager   `enforce_eager`: every site by a hook
     captured               no graph of Inductor's, but CUDA graphs of the hooked modules
 
@@ -37,6 +38,7 @@ TOKENS = 24
 CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 KINDS: dict[str, dict[str, Any]] = {
     "vanilla": {},
+    "again": {},
     "cold": {},
     "warm": {},
     "eager-vanilla": {"enforce_eager": True},
@@ -235,6 +237,15 @@ def test_idle_is_vanilla(
         # vLLM may choose other attention kernels when it captures.
         assert sum(equal) >= 24
         return
+    if against == "vanilla":
+        again = ask(family.get("again"), batch, idle)
+        itself = [
+            a["tokens"] == b["tokens"] for a, b in zip(again, theirs, strict=True)
+        ]
+        record[f"router-{family.runner}"]["vanilla_equal_to_itself_of_32"] = sum(itself)
+        if not all(itself):
+            assert sum(equal) >= 24
+            return
     assert all(equal)
     if kind == "eager":
         assert all(same)
@@ -323,16 +334,20 @@ def test_a_gate_on_the_router_opens_where_its_score_says(
 ) -> None:
     place, dot = {"submodule": "router.logits"}, READS["eyesplice"]["reads"][2]
     plain: list[dict[str, Any] | None] = [{"eyesplice": {"reads": [dot]}}] * 4
-    scores = [
-        answer["eyesplice"]["scores"]["p"]["values"]
+    # Each prompt has a level of its own: their scores hardly overlap.
+    levels = [
+        float(torch.tensor(answer["eyesplice"]["scores"]["p"]["values"]).median())
         for answer in ask(family.get(kind), prompts(4, 4), plain)
     ]
-    level = float(torch.tensor(scores).median())
-    gate = f"p >= {level!r}"
-    opened = {"read": "norm", "name": "open", "layers": [3], "gate": gate, **place}
     write = {"name": "w", "vector": "v", "layers": [3], "submodule": "mlp.post"}
-    spec = {"reads": [dot, opened], "writes": [{**write, "gate": gate}]}
-    for answer in ask(family.get(kind), prompts(4, 4), [{"eyesplice": spec}] * 4):
+    programs: list[dict[str, Any] | None] = []
+    for level in levels:
+        gate = f"p >= {level!r}"
+        opened = {"read": "norm", "name": "open", "layers": [3], "gate": gate, **place}
+        spec = {"reads": [dot, opened], "writes": [{**write, "gate": gate}]}
+        programs.append({"eyesplice": spec})
+    answers = ask(family.get(kind), prompts(4, 4), programs)
+    for level, answer in zip(levels, answers, strict=True):
         found = answer["eyesplice"]
         values = torch.tensor(found["scores"]["p"]["values"])
         expected = (values >= level).nonzero()[:, 0].tolist()
@@ -349,16 +364,22 @@ def test_a_mixed_batch_leaves_its_neighbours_alone(
 ) -> None:
     batch = prompts(16, 6)
     programs: list[dict[str, Any] | None] = [STEER, None, READS, None] * 4
+    against_idle = ask(family.get(kind), batch, [None] * 16)
     theirs = ask(family.get(against), batch, [None] * 16)
     mixed = ask(family.get(kind), batch, programs)
-    moved = 0
-    for program, mine, plain in zip(programs, mixed, theirs, strict=True):
+    moved = parted = 0
+    for program, mine, idle, plain in zip(
+        programs, mixed, against_idle, theirs, strict=True
+    ):
         if program is STEER:
             moved += mine["tokens"] != plain["tokens"]
-        else:
+        elif kind == "eager":
             assert mine["tokens"] == plain["tokens"]
-            if kind == "eager":
-                assert mine["logprobs"] == plain["logprobs"]
+            assert mine["logprobs"] == plain["logprobs"]
+        else:
+            parted += mine["tokens"] != idle["tokens"]
+    # Which expert kernel runs, and in what order it sums, follows from the batch.
+    assert parted <= 2
     assert moved == 4
     (alone,) = ask(family.get(kind), batch[:1], [STEER])
     assert mixed[0]["eyesplice"]["writes"] == alone["eyesplice"]["writes"]

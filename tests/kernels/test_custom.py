@@ -113,10 +113,11 @@ def test_maps_that_are_too_short_or_apart_are_refused(device):
     with pytest.raises(ValueError, match="map entries"):
         world.ask(launch_custom)
     world = World(8, device)
-    world.select = world.select.repeat_interleave(2)[::2]
+    # On the device already: a copy of a tensor with gaps has none.
+    world.select = world.select.to(device).repeat_interleave(2)[::2]
     with pytest.raises(ValueError, match="select"):
         world.ask(launch_custom)
     world = World(8, device)
-    world.program = world.program.repeat(1, 1, 2)[:, :, ::2]
+    world.program = world.program.to(device).repeat(1, 1, 2)[:, :, ::2]
     with pytest.raises(ValueError, match="program"):
         world.ask(launch_custom)
