@@ -121,7 +121,7 @@ def refusals(*, engine: bool = True) -> Iterator[None]:
         require_engine()
     try:
         yield
-    except (Refused, OSError, ValueError) as error:
+    except (Refused, OSError, RuntimeError, ValueError) as error:
         raise CommandError(str(error)) from error
 
 

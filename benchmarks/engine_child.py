@@ -280,7 +280,10 @@ def calls(llm: Any, **command: Any) -> Any:
     """Launches and copies per step, see `host_child`."""
     from eyesplice.benchmarks import host_child
 
-    return {"calls": host_child.calls(llm, **command)}
+    try:
+        return {"calls": host_child.calls(llm, **command), "error": None}
+    except RuntimeError as error:  # A machine that does not let itself be profiled.
+        return {"calls": None, "error": str(error)}
 
 
 class _Replays:
