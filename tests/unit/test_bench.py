@@ -25,7 +25,7 @@ from eyesplice.benchmarks import (
 )
 from eyesplice.benchmarks.agreement import agreement
 from eyesplice.benchmarks.bench import Bench, Pair
-from eyesplice.benchmarks.cli import split_cases
+from eyesplice.benchmarks.case_chain import split_cases
 from eyesplice.benchmarks.hook_clock import HookClock
 from eyesplice.benchmarks.host import more_calls
 from eyesplice.benchmarks.records import Refused
