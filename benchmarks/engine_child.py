@@ -97,11 +97,13 @@ def _watch_tables() -> None:
 
 
 def table_bytes(buffers: Any) -> dict[str, int]:
-    """Device memory of each table, in bytes."""
+    """Device memory of each table, in bytes; the parts of one allocation each."""
     import torch
 
     values = {field.name: getattr(buffers, field.name) for field in fields(buffers)}
-    return {k: v.nbytes for k, v in values.items() if isinstance(v, torch.Tensor)}
+    sizes = {k: v.nbytes for k, v in values.items() if isinstance(v, torch.Tensor)}
+    parts = sum(sizes[name] for name in buffers.first)
+    return sizes | {"words": sizes["words"] - parts}
 
 
 def generate(
