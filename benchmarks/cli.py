@@ -1,59 +1,21 @@
 """`eyesplice bench`: every case a command; several may follow one another."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
+from eyesplice.benchmarks.case_chain import CaseChain
 from eyesplice.integration.cli.launch import CommandError, require_engine
 
 _SHARED: Final = "eyesplice.bench"
-_LATER: Final = "eyesplice.bench.later"
-
-
-class _Chain(TyperGroup):
-    """Runs several cases one after another, each with the options behind its name."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        shared, *cases = split_cases(args, self.list_commands(ctx))
-        ctx.meta[_LATER] = cases[1:]
-        found: list[str] = super().parse_args(ctx, shared + (cases[0] if cases else []))
-        return found
-
-    def invoke(self, ctx: Any) -> Any:
-        result = super().invoke(ctx)
-        for name, *args in ctx.meta[_LATER]:
-            command = self.get_command(ctx, name)
-            assert command is not None
-            with command.make_context(name, list(args), parent=ctx) as inner:
-                result = command.invoke(inner)
-        return result
-
-
-def split_cases(args: Sequence[str], names: Collection[str]) -> list[list[str]]:
-    """The options before the first case, then each case's name and options.
-
-    Args:
-        args: of the command line. No option of a case is a flag, so a word behind an
-            option is its value.
-        names: of all cases.
-    """
-    parts: list[list[str]] = [[]]
-    is_value = False
-    for word in args:
-        if word in names and not is_value:
-            parts.append([])
-        parts[-1].append(word)
-        is_value = word.startswith("--") and "=" not in word and word != "--help"
-    return parts
 
 
 app = typer.Typer(
-    cls=_Chain,
+    cls=CaseChain,
     subcommand_metavar="CASE [OPTIONS] [CASE [OPTIONS]]...",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -121,7 +83,7 @@ def refusals(*, engine: bool = True) -> Iterator[None]:
         require_engine()
     try:
         yield
-    except (Refused, OSError, ValueError) as error:
+    except (Refused, OSError, RuntimeError, ValueError) as error:
         raise CommandError(str(error)) from error
 
 

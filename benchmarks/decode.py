@@ -12,7 +12,6 @@ unless idle texts are vanilla's and steered requests differ.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,12 @@ def main() -> None:
         rounds=options.rounds,
     )
     try:
-        record = run(bench, options.batches, options.steps)
+        run(bench, options.batches, options.steps)
     except Refused as error:
         raise SystemExit(str(error)) from error
     finally:
         bench.close()
-    options.out.write_text(json.dumps(record, indent=1))
+    (bench.out / f"decode-{options.model.name}.json").replace(options.out)
 
 
 def run(bench: Bench, batches: Sequence[int], steps: int) -> dict[str, Any]:

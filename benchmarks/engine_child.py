@@ -97,11 +97,13 @@ def _watch_tables() -> None:
 
 
 def table_bytes(buffers: Any) -> dict[str, int]:
-    """Device memory of each table, in bytes."""
+    """Device memory of each table, in bytes; the parts of one allocation each."""
     import torch
 
     values = {field.name: getattr(buffers, field.name) for field in fields(buffers)}
-    return {k: v.nbytes for k, v in values.items() if isinstance(v, torch.Tensor)}
+    sizes = {k: v.nbytes for k, v in values.items() if isinstance(v, torch.Tensor)}
+    parts = sum(sizes[name] for name in buffers.first)
+    return sizes | {"words": sizes["words"] - parts}
 
 
 def generate(
@@ -181,6 +183,8 @@ def decode(
 
     from vllm import SamplingParams
 
+    from eyesplice.benchmarks.replays import Replays
+
     rng = random.Random(seed)
     engine = llm.llm_engine
     for i in range(batch):
@@ -193,7 +197,7 @@ def decode(
         )
         prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
         engine.add_request(f"{seed}-{name}-{i}", {"prompt_token_ids": prompt}, params)
-    replays = _Replays(llm)
+    replays = Replays(llm)
     gc.collect()
     gc.disable()
     times: list[float] = []
@@ -280,61 +284,11 @@ def calls(llm: Any, **command: Any) -> Any:
     """Launches and copies per step, see `host_child`."""
     from eyesplice.benchmarks import host_child
 
-    return {"calls": host_child.calls(llm, **command)}
+    try:
+        return {"calls": host_child.calls(llm, **command), "error": None}
+    except RuntimeError as error:  # A machine that does not let itself be profiled.
+        return {"calls": None, "error": str(error)}
 
-
-class _Replays:
-    """Replays the last full CUDA graph again and again, without the host in between.
-
-    Between two single replays the device waits for the host, and an event before a
-    replay is passed long before the replay begins: what is then measured is the host.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        worker = llm.llm_engine.model_executor.driver_worker.worker
-        self._manager = getattr(worker.model_runner, "cudagraph_manager", None)
-        self._last: tuple[Any, Any] | None = None
-        if self._manager is None:
-            return
-        self._original = self._manager.run_fullgraph
-
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            self._last = args, kwargs
-            return self._original(*args, **kwargs)
-
-        self._manager.run_fullgraph = kept
-
-    def burst(self) -> list[float]:
-        """Seconds of a replay, from bursts of them; nothing without a full graph.
-
-        A replay computes the same step once more. Only receipts count it again.
-        """
-        if self._last is None:
-            return []
-        import torch
-
-        args, kwargs = self._last
-        torch.cuda.synchronize()
-        seconds = []
-        for _ in range(_BURSTS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._original(*args, **kwargs)
-            start.record()
-            for _ in range(_REPLAYS):
-                self._original(*args, **kwargs)
-            end.record()
-            torch.cuda.synchronize()
-            seconds.append(1e-3 * start.elapsed_time(end) / _REPLAYS)
-        return seconds
-
-    def close(self) -> None:
-        """Leave the engine as it was."""
-        if self._manager is not None:
-            del self._manager.run_fullgraph
-
-
-_BURSTS: Final = 5
-_REPLAYS: Final = 10
 
 _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "generate": generate,

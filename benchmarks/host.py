@@ -60,13 +60,17 @@ def _measure(
         "hooks", **asked, num_steps=steps, extra_args=extra, seed=batch
     )
     asked |= {"num_steps": _PROFILED, "seed": 1000 + batch}
-    own = pair.spliced.ask("calls", **asked, extra_args=extra)["calls"]
-    base = pair.vanilla.ask("calls", **asked, extra_args=[None])["calls"]
+    answers = [
+        pair.spliced.ask("calls", **asked, extra_args=extra),
+        pair.vanilla.ask("calls", **asked, extra_args=[None]),
+    ]
+    own, base = (answer["calls"] for answer in answers)
     return {
         "microseconds": microseconds(hooks),
         "calls": own,
         "vanilla_calls": base,
         "more_calls": more_calls(own, base),
+        "not_profiled": answers[0]["error"] or answers[1]["error"],
     }
 
 
@@ -105,7 +109,7 @@ def print_host(console: Console, results: Mapping[str, Any]) -> None:
     for batch, cases in results.items():
         for name, found in cases.items():
             more = found["more_calls"]
-            counts = [f"{more[c]:+g}" if more else "no GPU" for c in COUNTS]
+            counts = [f"{more[c]:+g}" if more else "-" for c in COUNTS]
             table.add_row(
                 batch, name, f"{found['microseconds']['median']:.1f}", *counts
             )

@@ -37,7 +37,8 @@ def memory_of(spliced: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[st
         vanilla: of vanilla vLLM with the same arguments.
 
     Returns:
-        `tables` by name, their sum, what the allocator gave for them (None on a CPU),
+        `tables` by name ("words": what lies between the parts of the common
+        allocation), their sum, what the allocator gave for them (None on a CPU),
         the rows of the bank that hold the user's own tensors, the sum without those, and
         how much more the whole engine has allocated and reserved than vanilla.
 

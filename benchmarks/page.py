@@ -198,7 +198,9 @@ def _startup(record: Record) -> list[str]:
         for kind, times in record["results"].items()
         for time, found in times.items()
     ]
-    return table(["start", "seconds", "vanilla", "eyesplice", "ratio"], rows)
+    loads = "loads everything" if record["warm_loaded"] else "compiles again"
+    lines = table(["start", "seconds", "vanilla", "eyesplice", "ratio"], rows)
+    return [*lines, "", f"A warm start {loads}."]
 
 
 def _host(record: Record) -> list[str]:

@@ -88,6 +88,7 @@ class Settings:
         found = {k: v for k, v in asdict(self).items() if k not in ("wait", "rows")}
         found |= {"model": self.model.name, "dataset": self.dataset.name}
         found["tokenizer"] = self.tokenizer and self.tokenizer.name
+        found["server_options"] = list(self.server_options)
         return found | {"seed": _SEED, "prefix_caching": False}
 
 

@@ -1,7 +1,8 @@
 """Start-up, cold and warm: seconds of compilation and until an engine serves.
 
 Each engine has caches of its own, empty at its cold start and left for its warm one.
-Nothing may be recompiled warm: the pass does not run, and no compiled file is added.
+Whether a warm start loaded everything is part of the record: the pass does not run then,
+and no compiled file is added.
 """
 
 import random
@@ -39,7 +40,7 @@ def run(bench: Bench, starts: int) -> dict[str, Any]:
         starts: how often, each time with empty caches.
 
     Raises:
-        Refused: something was compiled warm, or warm texts are not vanilla's.
+        Refused: an engine that does not start, or warm texts that are not vanilla's.
     """
     bench.close()
     found: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -59,11 +60,14 @@ def run(bench: Bench, starts: int) -> dict[str, Any]:
                         f"{start['compile_seconds']:.1f} s"
                     )
             checked = agreement(texts["vanilla"], texts["eyesplice"])
-    if recompiled := [s for s in found["eyesplice"]["warm"] if not loaded(s)]:
-        raise Refused(f"no numbers: a warm start compiled: {recompiled[0]}")
-    record = {"check": checked, "starts": found, "results": compare(found)}
+    record = {
+        "check": checked,
+        "warm_loaded": all(map(loaded, found["eyesplice"]["warm"])),
+        "starts": found,
+        "results": compare(found),
+    }
     bench.write("startup", record)
-    print_starts(bench.console, record["results"])
+    print_starts(bench.console, record)
     return record
 
 
@@ -95,7 +99,7 @@ def _start(bench: Bench, name: str, kind: str, caches: Path) -> dict[str, Any]:
     texts = list(zip(answer["tokens"], answer["logprobs"], strict=True))
     return {
         **{key: ready[key] for key in (*TIMES, "pass_ran", "mode", "device")},
-        "new_compiled_files": len(compiled_files(caches) - before),
+        "new_compiled_files": sorted(compiled_files(caches) - before) if before else [],
         "texts": texts,
     }
 
@@ -127,15 +131,17 @@ def _compared(
     return {"vanilla": summary(base), "eyesplice": summary(own), "against": ratio}
 
 
-def print_starts(console: Console, results: Mapping[str, Any]) -> None:
-    """Seconds cold and warm, and the ratio to vanilla's."""
+def print_starts(console: Console, record: Mapping[str, Any]) -> None:
+    """Seconds cold and warm, the ratio to vanilla's, and whether a warm start loaded."""
     table = Table(title="start-up: median seconds")
     for column in ("start", "time", *ENGINES, "to vanilla"):
         table.add_column(column)
-    for kind, times in results.items():
+    for kind, times in record["results"].items():
         for time, found in times.items():
             seconds = [f"{found[name]['median']:.2f}" for name in ENGINES]
             ratio = "-" if found["against"] is None else percent(found["against"])
             what = "compiling" if time == "compile_seconds" else "until it serves"
             table.add_row(kind, what, *seconds, ratio)
     console.print(table)
+    loads = "loads everything" if record["warm_loaded"] else "COMPILES AGAIN"
+    console.print(f"a warm start of eyesplice {loads}")
