@@ -213,8 +213,10 @@ def test_idle(own: OwnOps, engines: Engines, record: dict[str, Any]) -> None:
         theirs = engines.get(kind).generate(batch, 48, idle)["tokens"]
         equal[kind] = sum(a == b for a, b in zip(theirs, mine, strict=True))
     record.setdefault(own.runner, {})["own_op_idle_equal_of_64"] = equal
-    # An op on the stream has it rounded before its norm, so some near ties part.
-    assert min(equal.values()) >= (62 if "h" not in own.names else 32), equal
+    # An op on the stream has it rounded before its norm, so some near ties part. Rows of
+    # 576 elements have vanilla's bits in all but a few of ten million sums (DESIGN.md).
+    assert equal["cold"] == 64 if "h" not in own.names else equal["cold"] >= 32, equal
+    assert equal["vanilla"] >= (60 if "h" not in own.names else 32), equal
 
 
 def test_a_warm_start(own: OwnOps) -> None:
