@@ -21,7 +21,7 @@ from tests.tiny_models import VOCAB_SIZE
 QUICK: Final[Mapping[str, Any]] = {"mode": 2, "backend": "eager"}
 """The compilation config of a quick start on a CPU."""
 
-_OPTIONS: Final[Mapping[str, Any]] = {
+ENGINE_OPTIONS: Final[Mapping[str, Any]] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "max_logprobs": -1,
@@ -35,6 +35,7 @@ _OPTIONS: Final[Mapping[str, Any]] = {
     "compilation_config": QUICK,
     "seed": 0,
 }
+"""What every engine of the tests is started with, unless a test says otherwise."""
 
 _groups = tempfile.TemporaryDirectory(prefix="eyesplice-groups-")
 
@@ -89,7 +90,7 @@ class Engine:
         _inspect_models_here()
         _join_process_groups()
         self.model = model
-        self.llm = LLM(str(model), **{**_OPTIONS, **options})
+        self.llm = LLM(str(model), **{**ENGINE_OPTIONS, **options})
         # It would take the process groups from the other engines of this process.
         self.llm.llm_engine.engine_core._finalizer.detach()
 
