@@ -354,3 +354,26 @@ def test_a_captured_launch_reads_the_tables_at_replay():
     graph.replay()
     assert same_bits(stream, expected[0])
     assert same_bits(normed, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "expected"),
+    [
+        (4096, 1, (16, None, True)),
+        (4096, 132, (16, None, True)),
+        (4096, 133, (16, 64, False)),
+        (4096, 528, (16, 64, False)),
+        (4096, 529, (16, 40, False)),
+        (2048, 264, (8, None, True)),
+        (2048, 265, (8, 64, False)),
+        (8192, 8192, (16, 40, False)),
+        (576, 8192, (1, None, True)),
+    ],
+)
+def test_how_a_boundary_is_launched(width, tokens, expected, monkeypatch):
+    monkeypatch.setattr(launch, "_multiprocessors", lambda: 132)
+    chosen = launch.choose_launch(width, tokens, 8192)
+    assert (chosen.warps, chosen.registers, chosen.simple) == expected
+    assert chosen.early <= (tokens <= 32)
+    # Else a token's bits would depend on who else is in its batch.
+    assert chosen.warps == launch.choose_launch(width, 1, 8192).warps
