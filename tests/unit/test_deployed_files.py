@@ -156,3 +156,20 @@ def test_too_many_files_are_read_each_time(makes, config, tmp_path, monkeypatch)
     monkeypatch.setattr(deployed_files, "_MAX_BYTES", 10)
     build(config), build(config)
     assert len(makes) == 5
+
+
+def test_a_link_that_leads_elsewhere_is_another_content(makes, tmp_path):
+    """Two versions of the tensors side by side, and a link to the one that counts."""
+    app = steer("a")
+    app.save(tmp_path / "a" / "one")
+    steer("a", seed=5).save(tmp_path / "a" / "two")
+    link, file = tmp_path / "a" / "current", tmp_path / "a" / "app.yaml"
+    text = (tmp_path / "a" / "one" / "app.yaml").read_text()
+    file.write_text(text.replace("tensors.safetensors", "current/tensors.safetensors"))
+    link.symlink_to("one", target_is_directory=True)
+    config = {"apps": str(tmp_path / "a")}
+    assert torch.equal(build(config).registry.tensor("a/v"), app.tensors["v"])
+    link.unlink()
+    link.symlink_to("two", target_is_directory=True)
+    wanted = steer("a", seed=5).tensors["v"]
+    assert torch.equal(build(config).registry.tensor("a/v"), wanted)
