@@ -68,8 +68,8 @@ class Kind:
     gated: bool = False
     adds: bool = False
 
-    def program(self) -> Program:
-        digest, functions = str(self), []
+    def program(self, variant: int) -> Program:
+        digest, functions = f"{self} {variant}", []
 
         def function(kernel, kind="read", **more):
             functions.append(
@@ -214,7 +214,7 @@ class Engine:
         draw = self.random
         preempted = []
         for request in self.running():
-            if draw.random() < 0.06:
+            if draw.random() < 0.15:
                 # What was generated is kept: no end comes before it.
                 request.floor = max(request.floor, request.computed)
                 request.preempted, request.computed = True, 0
@@ -224,7 +224,7 @@ class Engine:
                 request.finished, request.raw = True, None
                 del self.requests[request.name]
                 self.finished.add(request.name)
-        while len(self.requests) < ROOM + 2 and draw.random() < 0.7:
+        while len(self.requests) < 5 * ROOM and draw.random() < 0.7:
             number = len(self.all)
             request = Request(
                 f"r{number}",
@@ -242,10 +242,10 @@ class Engine:
         for request in self.requests.values():
             if len(self.running()) == ROOM:
                 break
-            if request.preempted and draw.random() < 0.5:
+            if request.preempted and draw.random() < 0.15:
                 request.preempted = False
                 (new if self.v2 else resumed).append(request)
-            elif not request.scheduled:
+            elif not request.scheduled and draw.random() < 0.5:
                 request.scheduled = True
                 if request.kind is None and draw.random() < 0.5:
                     request.start = min(1, request.prompt_len - 1)
@@ -277,7 +277,7 @@ class Engine:
             else:
                 router.begin(
                     request.name,
-                    request.kind.program(),
+                    request.kind.program(request.number % 19),
                     request.prompt_len,
                     request.computed,
                 )
