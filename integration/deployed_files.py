@@ -16,7 +16,11 @@ from eyesplice.integration.config import EyespliceConfig
 
 _MAX_FILES: Final = 1000
 _MAX_BYTES: Final = 2**33
-_TOKENIZER_FILES: Final = (".json", ".model", ".txt", ".jinja")
+_WEIGHTS: Final = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
+    *(".gguf", ".h5", ".msgpack", ".npz", ".onnx"),
+)
+"""What no tokenizer is made of. Vocabularies have many suffixes, and code of their own."""
 _VECTOR_FILES: Final = (".safetensors", ".pt")
 
 T = TypeVar("T")
@@ -90,7 +94,8 @@ def _files(config: EyespliceConfig, tokenizer: object) -> Iterator[Path]:
     if config.vectors is not None:
         yield from _inside(Path(config.vectors).expanduser(), "*", _VECTOR_FILES)
     if isinstance(tokenizer, str) and Path(tokenizer).is_dir():
-        yield from _inside(Path(tokenizer), "*", _TOKENIZER_FILES)
+        beside = _inside(Path(tokenizer), "*")
+        yield from (file for file in beside if file.suffix.lower() not in _WEIGHTS)
 
 
 def _inside(path: Path, pattern: str, suffixes: tuple[str, ...] = ()) -> list[Path]:

@@ -173,3 +173,25 @@ def test_a_link_that_leads_elsewhere_is_another_content(makes, tmp_path):
     link.symlink_to("two", target_is_directory=True)
     wanted = steer("a", seed=5).tensors["v"]
     assert torch.equal(build(config).registry.tensor("a/v"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("qwen.tiktoken", True),
+        ("tokenization_own.py", True),
+        ("source.spm", True),
+        ("tokenizer.model", True),
+        ("model-00001-of-00002.safetensors", False),
+        ("pytorch_model.bin", False),
+    ],
+)
+def test_all_that_a_tokenizer_can_be_made_of_counts_and_weights_do_not(
+    makes, config, tmp_path, name, counts
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for text in ("one", "two"):
+        (folder / name).write_text(text)
+        build(config, tokenizer=str(folder))
+    assert len(makes) == 1 + counts
