@@ -16,7 +16,11 @@ from eyesplice.integration.config import EyespliceConfig
 
 _MAX_FILES: Final = 1000
 _MAX_BYTES: Final = 2**33
-_TOKENIZER_FILES: Final = (".json", ".model", ".txt", ".jinja")
+_WEIGHTS: Final = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
+    *(".gguf", ".h5", ".msgpack", ".npz", ".onnx"),
+)
+"""What no tokenizer is made of. Vocabularies have many suffixes, and code of their own."""
 _VECTOR_FILES: Final = (".safetensors", ".pt")
 
 T = TypeVar("T")
@@ -60,12 +64,18 @@ def content_key(config: EyespliceConfig, shape: object, model: Any) -> str | Non
     found = hashlib.sha256(repr((text, shape, settings)).encode())
     try:
         for file in _bounded(_files(config, tokenizer[0]), _MAX_FILES):
-            with file.open("rb") as opened:
-                content = hashlib.file_digest(opened, "sha256").hexdigest()
-            found.update(f"\n{str(file)!r} {content}".encode())
+            found.update(f"\n{str(file)!r} {_content(file)}".encode())
     except (OSError, ValueError, OverflowError):
         return None
     return found.hexdigest()
+
+
+def _content(file: Path) -> str:
+    """A hash of a file; for a link to a folder, whose files are listed, the folder."""
+    if file.is_dir():
+        return repr(str(file.resolve()))
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _bounded(files: Iterable[Path], limit: int) -> list[Path]:
@@ -84,14 +94,16 @@ def _files(config: EyespliceConfig, tokenizer: object) -> Iterator[Path]:
     if config.vectors is not None:
         yield from _inside(Path(config.vectors).expanduser(), "*", _VECTOR_FILES)
     if isinstance(tokenizer, str) and Path(tokenizer).is_dir():
-        yield from _inside(Path(tokenizer), "*", _TOKENIZER_FILES)
+        beside = _inside(Path(tokenizer), "*")
+        yield from (file for file in beside if file.suffix.lower() not in _WEIGHTS)
 
 
 def _inside(path: Path, pattern: str, suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """Files of a folder, or of the folder that a file is in."""
+    """Files and links of a folder, or of the folder that a file is in."""
     folder = path if path.is_dir() else path.parent
     return sorted(
         file
         for file in _bounded(folder.glob(pattern), 10 * _MAX_FILES)
-        if file.is_file() and (not suffixes or file.suffix.lower() in suffixes)
+        if (file.is_file() or file.is_symlink())
+        and (not suffixes or file.suffix.lower() in suffixes)
     )

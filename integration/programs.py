@@ -35,6 +35,8 @@ class ProgramRows:
     def acquire(self, program: Program) -> Prepared:
         """Count one more request that uses the program."""
         digest = program.digest
+        # Before room is made: what is in use is not forgotten.
+        self._uses[digest] = self._uses.get(digest, 0) + 1
         prepared = self._known.get(digest)
         if prepared is None:
             prepared = self._known[digest] = Prepared.of(
@@ -43,7 +45,6 @@ class ProgramRows:
             self._forget_some()
         else:
             self._known.move_to_end(digest)
-        self._uses[digest] = self._uses.get(digest, 0) + 1
         return prepared
 
     def release(self, digest: str) -> None:

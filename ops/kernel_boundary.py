@@ -182,9 +182,13 @@ def boundary_kernel(
         if RELOAD:
             b_h, b_x = _values(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
         b_v = b_x
+        if not HAS_BRANCH:
+            # Nothing is added: 0 + h would take the sign of a zero of h.
+            b_v = b_h
         for stage in tl.range(1 - HAS_BRANCH, 3, loop_unroll_factor=1):
-            if stage == _STREAM:
-                b_v += b_h
+            if HAS_BRANCH:
+                if stage == _STREAM:
+                    b_v += b_h
             if stage == _NORMED:
                 if (writes != 0) | (HAS_BRANCH and not DEFER):
                     _hand_on(p_h, p_x, b_v, m_h, DEFER)

@@ -251,6 +251,30 @@ def test_first_norm_leaves_an_idle_stream_alone(device):
     assert same_bits(run(case)[0], case.stream)
 
 
+@pytest.mark.parametrize("simple", [True, False])
+def test_a_program_that_only_reads_leaves_zeros_their_signs(simple, device):
+    """At the first norm too, where there is nothing to add to the stream."""
+    case = random_case(
+        4, 576, torch.float32, has_branch=False, device=device, num_programs=1
+    )
+    entries = [Entry(Opcode.READ, Stage.STREAM, v=1)]
+    work = empty_work(4, 2, 3, 5, 576, torch.float32, device)
+    case = dataclasses.replace(
+        case,
+        programs=(tuple(entries),),
+        program=pack_programs([entries], 3).to(device),
+        work=work,
+    )
+    case.stream[:, ::2] = -0.0
+    idle = dataclasses.replace(case, row_of_token=torch.zeros_like(case.row_of_token))
+    chosen = launch.Launch(4, simple=simple)
+    for read, alone in zip(
+        run(case, launch=chosen), run(idle, launch=chosen), strict=True
+    ):
+        assert same_bits(read, alone)
+    assert not work.score[1, 0].isnan()
+
+
 def test_clause_of_bit_31(device):
     entries = [Entry(Opcode.ADD, Stage.STREAM, 1, clause_mask=-(2**31), gain=2.0)]
     case = random_case(2, 576, torch.float32, device=device, num_programs=1)

@@ -156,3 +156,42 @@ def test_too_many_files_are_read_each_time(makes, config, tmp_path, monkeypatch)
     monkeypatch.setattr(deployed_files, "_MAX_BYTES", 10)
     build(config), build(config)
     assert len(makes) == 5
+
+
+def test_a_link_that_leads_elsewhere_is_another_content(makes, tmp_path):
+    """Two versions of the tensors side by side, and a link to the one that counts."""
+    app = steer("a")
+    app.save(tmp_path / "a" / "one")
+    steer("a", seed=5).save(tmp_path / "a" / "two")
+    link, file = tmp_path / "a" / "current", tmp_path / "a" / "app.yaml"
+    text = (tmp_path / "a" / "one" / "app.yaml").read_text()
+    file.write_text(text.replace("tensors.safetensors", "current/tensors.safetensors"))
+    link.symlink_to("one", target_is_directory=True)
+    config = {"apps": str(tmp_path / "a")}
+    assert torch.equal(build(config).registry.tensor("a/v"), app.tensors["v"])
+    link.unlink()
+    link.symlink_to("two", target_is_directory=True)
+    wanted = steer("a", seed=5).tensors["v"]
+    assert torch.equal(build(config).registry.tensor("a/v"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("qwen.tiktoken", True),
+        ("tokenization_own.py", True),
+        ("source.spm", True),
+        ("tokenizer.model", True),
+        ("model-00001-of-00002.safetensors", False),
+        ("pytorch_model.bin", False),
+    ],
+)
+def test_all_that_a_tokenizer_can_be_made_of_counts_and_weights_do_not(
+    makes, config, tmp_path, name, counts
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for text in ("one", "two"):
+        (folder / name).write_text(text)
+        build(config, tokenizer=str(folder))
+    assert len(makes) == 1 + counts

@@ -216,6 +216,21 @@ def test_every_request_of_a_full_engine_has_a_slot_and_they_come_back():
     assert world.router.live_programs == 0
 
 
+def test_any_number_of_requests_may_wait_to_be_resumed():
+    """Each with its own program, under a scheduler that lets others go before them."""
+    world, programs = World(), {f"r{n}": probing(str(n)) for n in range(6 * ROOM)}
+    for name, program in programs.items():
+        world.router.begin(name, program, 4)
+        world.step(**{name: (0, 1)})
+        world.router.preempt(name)
+    for name, program in programs.items():
+        world.router.resume(name)
+        world.step(**{name: (0, 2)})
+        world.router.end(name)
+        assert answer(world, name, program)["writes"][0]["tokens"] == 2
+    assert world.router.live_programs == 0
+
+
 def test_rows_that_find_no_room_are_counted_and_told():
     world, program = World(), probing()
     world.router.begin("a", program, 20)
