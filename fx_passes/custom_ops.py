@@ -101,8 +101,9 @@ def _check_fake(name: str, op: torch._ops.OpOverload) -> None:
 def verify(name: str, weight: Tensor, dtype: torch.dtype) -> None:
     """Run the op on random rows and refuse it if it touches what it must not.
 
-    Rows of gain 0 hold NaN and ordinary numbers in turns, and must keep every bit. What
-    they hold must not change the others. Nothing beside `value` may be written.
+    Rows of gain 0 hold NaN in turns with ordinary numbers, negative zeros and infinities,
+    and must keep every bit. What they hold must not change the others. Nothing beside
+    `value` may be written.
 
     Args:
         name: "lib::op".
@@ -118,6 +119,7 @@ def verify(name: str, weight: Tensor, dtype: torch.dtype) -> None:
         value = torch.randn(num_tokens, weight.shape[1], generator=generator)
         for gains in (torch.zeros(num_tokens), _some_gains(num_tokens)):
             idle = gains == 0
+            value = _with_edges(value, idle)
             poisoned = value.masked_fill(
                 (idle & _every_second(num_tokens))[:, None], torch.nan
             )
@@ -129,6 +131,15 @@ def verify(name: str, weight: Tensor, dtype: torch.dtype) -> None:
                     "gives a token another result when other tokens hold NaN",
                     "an op that computes each row of `value` from that row alone",
                 )
+
+
+def _with_edges(value: Tensor, idle: Tensor) -> Tensor:
+    """The values with numbers in idle rows that arithmetic with a 0 does not keep."""
+    edges = torch.tensor([-0.0, torch.inf, -torch.inf])
+    rows, columns = (torch.arange(size) for size in value.shape)
+    # Every column has each of them in some row: the sign of a weight decides who shows.
+    places = rows[:, None] + columns
+    return torch.where(idle[:, None] & (columns % 4 < 3), edges[places % 3], value)
 
 
 def _every_second(num_tokens: int) -> Tensor:

@@ -35,7 +35,13 @@ def cleans_nan(value: Tensor, gain: Tensor, weight: Tensor) -> None:
 
 @torch.library.custom_op("userops::mixes_rows", mutates_args={"value"})
 def mixes_rows(value: Tensor, gain: Tensor, weight: Tensor) -> None:
-    value.add_((gain[:, None] * value.mean(dim=0)).nan_to_num().to(value.dtype))
+    mixed = (value + gain[:, None] * value.mean(dim=0)).nan_to_num().to(value.dtype)
+    value.copy_(torch.where((gain != 0)[:, None], mixed, value))
+
+
+@torch.library.custom_op("userops::adds_zeros", mutates_args={"value"})
+def adds_zeros(value: Tensor, gain: Tensor, weight: Tensor) -> None:
+    value.add_((gain[:, None] * weight[0].float().abs()).to(value.dtype))
 
 
 @torch.library.custom_op("userops::writes_gain", mutates_args={"value"})

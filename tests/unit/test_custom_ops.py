@@ -54,6 +54,7 @@ def test_an_op_that_cannot_be_one_is_refused_by_name(name, said):
     [
         ("rounds_idle_rows", "changes rows whose gain is 0"),
         ("cleans_nan", "changes rows whose gain is 0"),
+        ("adds_zeros", "changes rows whose gain is 0"),
         ("mixes_rows", "other tokens hold NaN"),
         ("writes_gain", "writes to gain or weight"),
         ("writes_beside", "memory beside `value`"),
