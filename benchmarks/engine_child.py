@@ -114,19 +114,9 @@ def generate(
     logprobs: int | None = None,
 ) -> Any:
     """Greedy tokens of each prompt, what eyesplice answered, and logprobs if asked for."""
-    from vllm import SamplingParams
+    from eyesplice.benchmarks.batches import greedy
 
-    params = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            extra_args=_prepared(extra),
-        )
-        for extra in extra_args
-    ]
+    params = [greedy(max_tokens, _prepared(extra), logprobs) for extra in extra_args]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     whole = llm.generate(inputs, params, use_tqdm=False)
     outputs = [out.outputs[0] for out in whole]
@@ -179,24 +169,12 @@ def decode(
     answer says that a write acted.
     """
     import gc
-    import random
 
-    from vllm import SamplingParams
-
+    from eyesplice.benchmarks.batches import add_batch
     from eyesplice.benchmarks.replays import Replays
 
-    rng = random.Random(seed)
     engine = llm.llm_engine
-    for i in range(batch):
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=steps,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=extra_args[i % len(extra_args)],
-        )
-        prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
-        engine.add_request(f"{seed}-{name}-{i}", {"prompt_token_ids": prompt}, params)
+    add_batch(llm, f"{seed}-{name}", batch, prompt_tokens, steps, extra_args, seed)
     replays = Replays(llm)
     gc.collect()
     gc.disable()
@@ -239,24 +217,12 @@ def prefill(
     import gc
     import random
 
-    from vllm import SamplingParams
+    from eyesplice.benchmarks.batches import drawn, greedy
 
     rng = random.Random(seed)
-    inputs = [
-        {"prompt_token_ids": [rng.randrange(10, 500) for _ in range(prompt_tokens)]}
-        for _ in range(prompts)
-    ]
-    params = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            # Of its own: peers take their keys out.
-            extra_args=_prepared(extra_args),
-        )
-        for _ in inputs
-    ]
+    inputs = [drawn(rng, prompt_tokens) for _ in range(prompts)]
+    # Of its own: peers take their keys out.
+    params = [greedy(max_tokens, _prepared(extra_args)) for _ in inputs]
     gc.collect()
     gc.disable()
     start = time.perf_counter()

@@ -1,10 +1,10 @@
 """Commands of an engine's process about its host: hook times, launches and copies."""
 
-import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
+from eyesplice.benchmarks.batches import add_batch
 from eyesplice.benchmarks.hook_clock import HookClock
 
 _LAUNCHES: Final = frozenset(
@@ -32,20 +32,9 @@ def steps(
 
     The caller's code between two values runs before that step.
     """
-    from vllm import SamplingParams
-
-    rng = random.Random(seed)
     engine = llm.llm_engine
-    for i in range(batch):
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=num_steps + 3 * _SETTLE,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=extra_args[i % len(extra_args)],
-        )
-        prompt = [rng.randrange(10, 500) for _ in range(prompt_tokens)]
-        engine.add_request(f"host-{seed}-{i}", {"prompt_token_ids": prompt}, params)
+    length = num_steps + 3 * _SETTLE
+    add_batch(llm, f"host-{seed}", batch, prompt_tokens, length, extra_args, seed)
     tokens: dict[str, int] = {}
     number = 0
     while engine.has_unfinished_requests():

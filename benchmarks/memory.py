@@ -14,6 +14,16 @@ _SLACK: Final = 1 << 20
 
 _MIB: Final = 2**20
 
+SUMS: Final = (
+    "sum",
+    "measured",
+    "user_tensors",
+    "sum_without_user_tensors",
+    "engine_allocated",
+    "engine_reserved",
+)
+"""Keys of a record besides the tables', in the order of the page; None on a CPU."""
+
 
 def run(bench: Bench) -> dict[str, Any]:
     """Take the sizes from a pair of engines and write the record.
@@ -85,14 +95,7 @@ def print_sizes(console: Console, record: Mapping[str, Any]) -> None:
     table.add_column("MiB", justify="right")
     for name, size in record["tables"].items():
         table.add_row(name, f"{size / _MIB:.3f}")
-    for key in (
-        "sum",
-        "measured",
-        "user_tensors",
-        "sum_without_user_tensors",
-        "engine_allocated",
-        "engine_reserved",
-    ):
+    for key in SUMS:
         size = record[key]
         text = "not on a CPU" if size is None else f"{size / _MIB:.3f}"
         table.add_row(key.replace("_", " "), text)

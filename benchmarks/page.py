@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from eyesplice.benchmarks.host import COUNTS
 from eyesplice.benchmarks.intervals import percent
+from eyesplice.benchmarks.memory import SUMS
 from eyesplice.benchmarks.serve import METRICS
 
 BEGIN: Final = "<!-- tables: begin -->"
@@ -171,15 +172,7 @@ def _kernel(record: Record) -> list[str]:
 
 
 def _memory(record: Record) -> list[str]:
-    sums = (
-        "sum",
-        "measured",
-        "user_tensors",
-        "sum_without_user_tensors",
-        "engine_allocated",
-        "engine_reserved",
-    )
-    sizes = {**record["tables"], **{key: record[key] for key in sums}}
+    sizes = {**record["tables"], **{key: record[key] for key in SUMS}}
     rows = [
         [name.replace("_", " "), "-" if size is None else f"{size / _MIB:.3f}"]
         for name, size in sizes.items()

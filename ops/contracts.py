@@ -21,7 +21,6 @@ functionalization would chain them through every op of the graph, and copy them.
 """
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Final
 
 import torch
@@ -101,10 +100,10 @@ def _anchor(tensors: Sequence[Tensor], layer: int) -> None:
 
 def _cuda(name: str) -> Callable[..., Tensor | None]:
     """An implementation that imports the Triton kernel at its first call."""
-    module = "launch_custom" if name == "custom_gain" else "launch"
 
     def run(*args: object) -> Tensor | None:
-        launch = import_module(f"eyesplice.ops.{module}")
+        from eyesplice.ops import launch
+
         result: Tensor | None = getattr(launch, name)(*args)
         return result
 

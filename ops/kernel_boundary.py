@@ -107,7 +107,6 @@ def boundary_kernel(
     OPCODES: tl.constexpr,
     EARLY: tl.constexpr,
     SIMPLE: tl.constexpr,
-    RELOAD: tl.constexpr,
 ):
     """h = stream + pending + branch; y = h / sqrt(mean(h^2) + eps) * (weight + offset).
 
@@ -120,8 +119,8 @@ def boundary_kernel(
 
     EARLY: launched while the kernel before still runs (programmatic dependent launch);
     the row index and the weight are loaded meanwhile, and nothing else may be touched.
-    RELOAD: the general part loads its values again. It takes a load that hits the cache,
-    and a limit on registers is then not paid for by spills in the first part.
+    Without SIMPLE, registers are short, and the general part loads its values again: a
+    load that hits the cache, where keeping them would make the first part spill.
     """
     t = tl.program_id(0)
     row = constant(p_row_of_token + t)
@@ -179,7 +178,7 @@ def boundary_kernel(
         before = tl.load(p_select + t)
         writes, end, ahead = _header(p_row, p_bank, bank_stride, o_h, m_h, HAS_BRANCH)
         select = before
-        if RELOAD:
+        if not SIMPLE:
             b_h, b_x = _values(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
         b_v = b_x
         if not HAS_BRANCH:
@@ -192,7 +191,7 @@ def boundary_kernel(
             if stage == _NORMED:
                 if (writes != 0) | (HAS_BRANCH and not DEFER):
                     _hand_on(p_h, p_x, b_v, m_h, DEFER)
-                if RELOAD:
+                if not SIMPLE:
                     b_w = tl.load(p_w, mask=m_h, other=0.0)
                 b_v = _norm(b_v, b_w, eps, H, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
             # Loaded anew, not carried on: Triton 3.6 takes the bound of an inner loop

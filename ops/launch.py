@@ -16,8 +16,18 @@ from eyesplice.ops.kernel_boundary import boundary_kernel
 from eyesplice.ops.kernel_collect import collect_kernel
 from eyesplice.ops.kernel_inline import inline_kernel
 from eyesplice.ops.kernel_route import route_kernel
-from eyesplice.ops.layout import WORDS
-from eyesplice.ops.work import Work
+from eyesplice.ops.launch_checks import check_rows, check_tables, work_of
+from eyesplice.ops.launch_custom import custom_gain
+
+__all__ = [
+    "Launch",
+    "boundary_",
+    "choose_launch",
+    "collect_",
+    "custom_gain",
+    "inline_",
+    "route_",
+]
 
 ROUTE_BLOCK: Final = 1024
 """Tokens that an instance of the route kernel fills at once."""
@@ -130,13 +140,13 @@ def boundary_(
         ValueError: a layout that the kernel cannot read.
     """
     num_tokens, hidden_size = stream.shape
-    _check_rows("stream", stream)
+    check_rows("stream", stream)
     for name, tensor in (("branch", branch), ("pending", pending)):
         if tensor is not None:
-            _check_rows(name, tensor)
-    _check_rows("weight", weight)
-    _check_tables(num_tokens, hidden_size, row_of_token, select, program, bank)
-    state = _work(hidden_size, work)
+            check_rows(name, tensor)
+    check_rows("weight", weight)
+    check_tables(num_tokens, hidden_size, row_of_token, select, program, bank)
+    state = work_of(hidden_size, work)
     normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return normed
@@ -174,7 +184,6 @@ def boundary_(
         OPCODES=opcodes_of(families),
         EARLY=launch.early,
         SIMPLE=launch.simple,
-        RELOAD=not launch.simple,
         num_warps=launch.warps,
         maxnreg=launch.registers,
         launch_pdl=launch.early,
@@ -198,9 +207,9 @@ def inline_(
         ValueError: a layout that the kernel cannot read.
     """
     num_tokens, width = value.shape
-    _check_rows("value", value)
-    _check_tables(num_tokens, width, row_of_token, select, program, bank)
-    state = _work(width, work)
+    check_rows("value", value)
+    check_tables(num_tokens, width, row_of_token, select, program, bank)
+    state = work_of(width, work)
     if num_tokens == 0:
         return
     inline_kernel[(num_tokens,)](
@@ -250,10 +259,10 @@ def route_(
     more = {"positions": positions, "token_ids_of_step": token_ids_of_step}
     sets = {"token_ids": token_ids, "token_sets": token_sets}
     for name, tensor in (maps | lists | more | sets).items():
-        _check_rows(name, tensor)
+        check_rows(name, tensor)
     if not clauses[0].is_contiguous():
         raise ValueError(f"clauses of a row must be contiguous: {clauses.stride()}")
-    state = _work(0, work)
+    state = work_of(0, work)
     room = min(t.numel() for t in (row_of_token, select, state.slot_of_token))
     if extent > room:
         raise ValueError(f"extent {extent} is more than the {room} maps")
@@ -300,8 +309,8 @@ def collect_(
     maps = {"select": select, "reads": reads, "per_request": per_request}
     lists = {"query_start_loc": query_start_loc, "positions": positions}
     for name, tensor in (maps | lists).items():
-        _check_rows(name, tensor)
-    state = _work(0, work)
+        check_rows(name, tensor)
+    state = work_of(0, work)
     if num_requests == 0:
         return
     collect_kernel[(num_requests,)](
@@ -324,40 +333,3 @@ def collect_(
 def _block(width: int) -> int:
     """The power of two that covers a row: what a Triton range can count to."""
     return 1 << (width - 1).bit_length()
-
-
-def _check_rows(name: str, tensor: Tensor) -> None:
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(f"{name}: rows must be contiguous, strides {tensor.stride()}")
-
-
-def _work(width: int, tensors: list[Tensor]) -> Work:
-    """The work tensors by name, for values of `width` elements."""
-    work = Work(*tensors)
-    for name, tensor in work._asdict().items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, strides {tensor.stride()}")
-    if work.capture.shape[1] < width:
-        raise ValueError(
-            f"capture rows of {work.capture.shape[1]} are less than {width} wide"
-        )
-    return work
-
-
-def _check_tables(
-    num_tokens: int,
-    width: int,
-    row_of_token: Tensor,
-    select: Tensor,
-    program: Tensor,
-    bank: Tensor,
-) -> None:
-    _check_rows("row_of_token", row_of_token)
-    _check_rows("select", select)
-    _check_rows("bank", bank)
-    if min(row_of_token.numel(), select.numel()) < num_tokens:
-        raise ValueError(f"{row_of_token.numel()} map entries for {num_tokens} tokens")
-    if program.stride()[1:] != (WORDS, 1):
-        raise ValueError(f"program: slots must be contiguous, {program.stride()}")
-    if bank.shape[1] < width:
-        raise ValueError(f"bank rows of {bank.shape[1]} are less than {width} wide")

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from eyesplice.ops.kernel_custom import custom_gain_kernel
-from eyesplice.ops.layout import WORDS
-from eyesplice.ops.work import Work
+from eyesplice.ops.launch_checks import check_maps, work_of
 
 BLOCK: Final = 128
 """Tokens that an instance of the kernel looks at."""
@@ -25,19 +24,8 @@ def custom_gain(
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
-    num_tokens, state = value.shape[0], Work(*work)
-    flat = {"slot_of_token": state.slot_of_token, "counts": state.counts}
-    for name, tensor in {
-        "row_of_token": row_of_token,
-        "select": select,
-        **flat,
-    }.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, strides {tensor.stride()}")
-    if min(row_of_token.numel(), select.numel()) < num_tokens:
-        raise ValueError(f"{row_of_token.numel()} map entries for {num_tokens} tokens")
-    if program.stride()[1:] != (WORDS, 1):
-        raise ValueError(f"program: slots must be contiguous, {program.stride()}")
+    num_tokens, state = value.shape[0], work_of(0, work)
+    check_maps(num_tokens, row_of_token, select, program)
     gain = torch.empty(num_tokens, dtype=torch.float32, device=value.device)
     if num_tokens:
         custom_gain_kernel[(-(-num_tokens // BLOCK),)](

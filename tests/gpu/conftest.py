@@ -30,6 +30,18 @@ PASS_FLAG = {
     "inductor_passes": {"post_grad_custom_post_pass": "eyesplice.splice_pass"},
 }
 
+ENGINE: dict[str, Any] = {
+    "model": MODEL,
+    "skip_tokenizer_init": True,
+    "max_model_len": 2048,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    # A fixed cache instead of memory profiling: engines start side by side.
+    "kv_cache_memory_bytes": 4 << 30,
+    "gpu_memory_utilization": 0.1,
+    "seed": 0,
+}
+
 collect_ignore_glob = [] if torch.cuda.is_available() and MODEL else ["test_*.py"]
 
 
@@ -89,18 +101,10 @@ class Engines:
                 # Vanilla has a cache of its own: it starts cold beside the cold one.
                 "VLLM_CACHE_ROOT": str(self._cache / f"{self.runner}-{spliced}"),
             },
-            model=MODEL,
-            skip_tokenizer_init=True,
-            max_model_len=2048,
-            max_num_seqs=64,
-            max_num_batched_tokens=2048,
-            # A fixed cache instead of memory profiling: engines start side by side.
-            kv_cache_memory_bytes=4 << 30,
-            gpu_memory_utilization=0.1,
+            **ENGINE,
             compilation_config=PASS_FLAG if spliced and self.runner == "v2" else {},
             enable_prefix_caching=True,
             additional_config=switch,
-            seed=0,
         )
 
     def get(self, kind: str) -> EngineProcess:

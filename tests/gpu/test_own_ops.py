@@ -13,7 +13,7 @@ import torch
 
 import eyesplice
 from eyesplice.benchmarks.engines import EngineProcess
-from tests.gpu.conftest import MODEL, PASS_FLAG, RUNNERS, Engines
+from tests.gpu.conftest import ENGINE, MODEL, PASS_FLAG, RUNNERS, Engines
 from tests.gpu.test_engine import Programs, alone, deviation, prompts
 from tests.oracle import Edit, Intervention, Oracle
 from tests.oracle import record as hooks_record
@@ -94,16 +94,9 @@ class OwnOps:
                 "VLLM_CACHE_ROOT": str(self._cache),
                 "PYTHONPATH": os.pathsep.join(paths),
             },
-            model=MODEL,
-            skip_tokenizer_init=True,
-            max_model_len=2048,
-            max_num_seqs=64,
-            max_num_batched_tokens=2048,
-            kv_cache_memory_bytes=4 << 30,
-            gpu_memory_utilization=0.1,
+            **ENGINE,
             compilation_config=PASS_FLAG if self.runner == "v2" else {},
             additional_config={"eyesplice": config},
-            seed=0,
         ).wait()
 
 

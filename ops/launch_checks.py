@@ -1,0 +1,68 @@
+"""Layouts that the kernels can read: what a launch looks at before it launches."""
+
+from torch import Tensor
+
+from eyesplice.ops.layout import WORDS
+from eyesplice.ops.work import Work
+
+
+def check_rows(name: str, tensor: Tensor) -> None:
+    """Rows may be apart, elements of a row may not.
+
+    Raises:
+        ValueError: they are.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}: rows must be contiguous, strides {tensor.stride()}")
+
+
+def work_of(width: int, tensors: list[Tensor]) -> Work:
+    """The work tensors by name, for values of `width` elements.
+
+    Raises:
+        ValueError: gaps in one of them, or captured rows that are too short.
+    """
+    work = Work(*tensors)
+    for name, tensor in work._asdict().items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, strides {tensor.stride()}")
+    if work.capture.shape[1] < width:
+        raise ValueError(
+            f"capture rows of {work.capture.shape[1]} are less than {width} wide"
+        )
+    return work
+
+
+def check_maps(
+    num_tokens: int, row_of_token: Tensor, select: Tensor, program: Tensor
+) -> None:
+    """Per-token maps of a step, and a program table.
+
+    Raises:
+        ValueError: gaps in one of them, or fewer tokens than the step has.
+    """
+    check_rows("row_of_token", row_of_token)
+    check_rows("select", select)
+    if min(row_of_token.numel(), select.numel()) < num_tokens:
+        raise ValueError(f"{row_of_token.numel()} map entries for {num_tokens} tokens")
+    if program.stride()[1:] != (WORDS, 1):
+        raise ValueError(f"program: slots must be contiguous, {program.stride()}")
+
+
+def check_tables(
+    num_tokens: int,
+    width: int,
+    row_of_token: Tensor,
+    select: Tensor,
+    program: Tensor,
+    bank: Tensor,
+) -> None:
+    """What every op that runs programs takes besides its values.
+
+    Raises:
+        ValueError: as `check_maps`, or vectors shorter than the values.
+    """
+    check_maps(num_tokens, row_of_token, select, program)
+    check_rows("bank", bank)
+    if bank.shape[1] < width:
+        raise ValueError(f"bank rows of {bank.shape[1]} are less than {width} wide")
