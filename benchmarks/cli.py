@@ -235,6 +235,18 @@ def layers_command(
         layers.run(bench_of(context), numbers(batches), steps)
 
 
+@app.command("trace")
+def trace_command(context: typer.Context, batches: Batches = "1,64") -> None:
+    """The kernels of one decode step, vanilla's beside an idle and an active engine's.
+
+    On an H200, 8B shape: about 3 s per case and batch, and a start.
+    """
+    from eyesplice.benchmarks import trace
+
+    with refusals():
+        trace.run(bench_of(context), numbers(batches))
+
+
 @app.command("memory")
 def memory_command(context: typer.Context) -> None:
     """Device memory of each table, and of the whole engine over vanilla's.

@@ -256,12 +256,20 @@ def calls(llm: Any, **command: Any) -> Any:
         return {"calls": None, "error": str(error)}
 
 
+def kernels(llm: Any, **command: Any) -> Any:
+    """The kernels of a decode step, see `trace_child`."""
+    from eyesplice.benchmarks import trace_child
+
+    return trace_child.kernels(llm, **command)
+
+
 _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "generate": generate,
     "decode": decode,
     "prefill": prefill,
     "hooks": hooks,
     "calls": calls,
+    "kernels": kernels,
 }
 
 
