@@ -12,7 +12,7 @@ from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSite, Custom
 from eyesplice.fx_passes.sites import Site, Table
 from eyesplice.ops.layout import ALL_FAMILIES, WORK
 
-SHARED_TENSORS: Final = ("row_of_token", "select", "bank", *WORK)
+SHARED_TENSORS: Final = ("token_map", "select", "bank", *WORK)
 """Tensors every spliced op takes, in the order in which anchors list them."""
 
 

@@ -30,7 +30,7 @@ from eyesplice.ops.layout import (
     Stage,
     Word,
 )
-from eyesplice.ops.simple import simple
+from eyesplice.ops.simple import adds, simple
 
 FLOAT32_LIMIT: Final = 3.4e38
 """Largest magnitude of a number that goes into a table; also "no bound" of a clamp."""
@@ -241,7 +241,8 @@ def _header(entries: Sequence[Entry]) -> bytes:
         counts[entry.stage] += 1
         writes[entry.stage] |= entry.opcode in _WRITES
     unused = [0] * (WORDS - len(Header))
-    return _HEADER.pack(*accumulate(counts), *writes, simple(entries), *unused)
+    kinds = simple(entries), adds(entries)
+    return _HEADER.pack(*accumulate(counts), *writes, *kinds, *unused)
 
 
 def pack_clauses(clauses: Sequence[Clause]) -> Tensor:

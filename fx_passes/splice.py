@@ -119,7 +119,7 @@ def _tables(anchored: Anchored, table: Table) -> tuple[Any, ...]:
     """The arguments that every op takes for its program."""
     shared = anchored.shared
     return (
-        shared["row_of_token"],
+        shared["token_map"],
         shared["select"],
         anchored.programs[table],
         shared["bank"],
@@ -221,7 +221,7 @@ def _run_custom(
         program, work = anchored.programs[custom.table], [shared[n] for n in WORK]
         gain = graph.call_function(
             contracts.custom_gain,
-            (value, shared["row_of_token"], shared["select"], program, work),
+            (value, shared["token_map"], shared["select"], program, work),
         )
         _describe(gain, like, rows.new_empty((rows.shape[0],), dtype=torch.float32))
         weight = anchored.weights[custom.number]

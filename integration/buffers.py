@@ -63,7 +63,7 @@ class Buffers:
 
     words: Tensor
     first: Mapping[str, int]
-    row_of_token: Tensor
+    token_map: Tensor
     select: Tensor
     program: Tensor
     bank: Tensor
@@ -107,7 +107,7 @@ class Buffers:
         return cls(
             words=words,
             first=first,
-            row_of_token=zeros(sizes.tokens),
+            token_map=zeros(sizes.tokens),
             select=zeros(sizes.tokens),
             slot_of_token=zeros(sizes.tokens),
             bank=zeros(sizes.bank_rows, sizes.width, of=dtype),
@@ -125,7 +125,7 @@ class Buffers:
     @property
     def device(self) -> torch.device:
         """Where the tables lie."""
-        return self.row_of_token.device
+        return self.token_map.device
 
     @property
     def rows(self) -> int:

@@ -116,7 +116,7 @@ class _Boundary:
 
     def _written(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """bool `[tokens, 1]`: tokens whose stream is written, and those with any write."""
-        rows = self._op.buffers.row_of_token[:num_tokens].long()
+        rows = self._op.buffers.token_map[:num_tokens].long()
         header = self._op.program[:, 0][rows]
         stream = header[:, Header.WRITES_BRANCH] | header[:, Header.WRITES_STREAM]
         every = stream | header[:, Header.WRITES_NORMED]

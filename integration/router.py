@@ -181,7 +181,7 @@ class Router:
     def clear(self) -> None:
         """Make every token idle, if the last step left one that is not."""
         if self._dirty_tokens:
-            self._buffers.row_of_token[: self._dirty_tokens].zero_()
+            self._buffers.token_map[: self._dirty_tokens].zero_()
             self._buffers.select[: self._dirty_tokens].zero_()
             self._dirty_tokens = 0
 
@@ -196,7 +196,7 @@ class Router:
     ) -> None:
         buffers = self._buffers
         contracts.route_(
-            buffers.row_of_token,
+            buffers.token_map,
             buffers.select,
             buffers.work,
             batch.per_request,

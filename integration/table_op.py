@@ -34,7 +34,7 @@ class TableOp:
         """What both ops take after the values."""
         own = self.buffers
         return (
-            own.row_of_token,
+            own.token_map,
             own.select,
             self.program,
             own.bank,

@@ -9,7 +9,7 @@ custom_gain(value, tables...) -> gain
     fp32 `[tokens]`: how strongly a user's own op acts on each token of `value`
 anchor(tensors, layer) -> ()
     a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
-route_(row_of_token!, select!, ...) -> ()
+route_(token_map!, select!, ...) -> ()
     fills the per-token maps; called by the host before a step, never in the graph
 collect_(...) -> ()
     carries a step's scores and latches over to the next; called by the host after it
@@ -33,7 +33,7 @@ NAMESPACE: Final = "eyesplice"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 _TABLES = (
-    "Tensor row_of_token, Tensor select, Tensor program, Tensor bank, Tensor[] work, "
+    "Tensor token_map, Tensor select, Tensor program, Tensor bank, Tensor[] work, "
     "int families"
 )
 
@@ -44,12 +44,12 @@ SCHEMAS: Final = {
     ),
     "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
     "custom_gain": (
-        "(Tensor value, Tensor row_of_token, Tensor select, Tensor program, "
+        "(Tensor value, Tensor token_map, Tensor select, Tensor program, "
         "Tensor[] work) -> Tensor"
     ),
     "anchor": "(Tensor[] tensors, int layer) -> ()",
     "route_": (
-        "(Tensor(a!) row_of_token, Tensor(b!) select, Tensor[] work, "
+        "(Tensor(a!) token_map, Tensor(b!) select, Tensor[] work, "
         "Tensor per_request, Tensor query_start_loc, Tensor positions, "
         "Tensor token_ids_of_step, Tensor clauses, Tensor token_ids, "
         "Tensor token_sets, int num_requests, int extent, int capture_start, "
@@ -68,7 +68,7 @@ def _boundary_fake(
     weight: Tensor,
     weight_offset: float,
     eps: float,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     bank: Tensor,
@@ -82,7 +82,7 @@ def _boundary_fake(
 
 def _custom_gain_fake(
     value: Tensor,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     work: Sequence[Tensor],

@@ -24,7 +24,8 @@ from eyesplice.ops.layout import (
     Stage,
     Word,
 )
-from eyesplice.ops.simple import simple
+from eyesplice.ops.simple import adds, simple
+from eyesplice.ops.token_map import word
 from eyesplice.ops.work import Work, empty_work
 
 POISON: Final = 0x7FC00000
@@ -91,7 +92,7 @@ class Case:
     weight: Tensor
     weight_offset: float
     eps: float
-    row_of_token: Tensor
+    token_map: Tensor
     select: Tensor
     program: Tensor
     bank: Tensor
@@ -102,7 +103,7 @@ class Case:
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], int]:
         """The arguments that every row op ends with."""
-        maps = self.row_of_token, self.select
+        maps = self.token_map, self.select
         return *maps, self.program, self.bank, list(self.work), int(self.families)
 
 
@@ -148,9 +149,18 @@ def pack_programs(
             writes = any(entry.writes for entry in entries if entry.stage == stage)
             header[Header.WRITES_BRANCH + stage] = int(writes)
         header[Header.SIMPLE] = simple(entries)
+        header[Header.ADDS] = adds(entries)
         slots = [header, *map(pack, entries)]
         rows.append(slots + [trap] * (1 + max_entries - len(slots)))
     return torch.tensor(rows, dtype=torch.int32)
+
+
+def map_words(rows: Sequence[int], programs: Sequence[Sequence[Entry]]) -> Tensor:
+    """The map of tokens whose programs are in `rows`; `programs[row - 1]` is row's."""
+    words = [0]
+    for row, program in enumerate(programs, start=1):
+        words.append(word(row, sorted(program, key=lambda entry: entry.stage)))
+    return torch.tensor([words[row] for row in rows], dtype=torch.int32)
 
 
 def random_entries(
@@ -249,8 +259,10 @@ def random_case(
         random_entries(generator, used, per_stage, width, max_gain)
         for _ in range(num_programs)
     )
-    rows = poisoned((num_tokens + 7,), torch.int32, "cpu")
-    rows[:num_tokens] = torch.arange(num_tokens) % (num_programs + 1)
+    token_map = poisoned((num_tokens + 7,), torch.int32, "cpu")
+    token_map[:num_tokens] = map_words(
+        (torch.arange(num_tokens) % (num_programs + 1)).tolist(), programs
+    )
     select = poisoned((num_tokens + 7,), torch.int32, "cpu")
     select[:num_tokens] = torch.randint(
         -(2**31), 2**31, (num_tokens,), generator=generator
@@ -262,7 +274,7 @@ def random_case(
         weight=weight.to(weight_dtype or dtype).to(device),
         weight_offset=weight_offset,
         eps=1e-5,
-        row_of_token=rows.to(device),
+        token_map=token_map.to(device),
         select=select.to(device),
         program=pack_programs(programs, 3 * per_stage + 2).to(device),
         bank=bank.to(device),

@@ -82,7 +82,7 @@ def boundary_kernel(
     p_pending,
     p_weight,
     p_normed,
-    p_row_of_token,
+    p_token_map,
     p_select,
     p_program,
     p_bank,
@@ -123,7 +123,7 @@ def boundary_kernel(
     load that hits the cache, where keeping them would make the first part spill.
     """
     t = tl.program_id(0)
-    row = constant(p_row_of_token + t)
+    row = constant(p_token_map + t)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < H
     p_w = p_weight + o_h

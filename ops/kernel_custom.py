@@ -17,7 +17,7 @@ _CUSTOM = tl.constexpr(int(Opcode.CUSTOM))
 @triton.jit
 def custom_gain_kernel(
     p_gain,
-    p_row_of_token,
+    p_token_map,
     p_select,
     p_program,
     work,
@@ -32,7 +32,7 @@ def custom_gain_kernel(
     """
     b_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_t = b_t < num_tokens
-    b_row = tl.load(p_row_of_token + b_t, mask=m_t, other=0)
+    b_row = tl.load(p_token_map + b_t, mask=m_t, other=0)
     p_row = p_program + b_row.to(tl.int64) * program_stride
     m_t &= b_row != 0
     m_t &= tl.load(p_row + _END, mask=m_t, other=0) > 0

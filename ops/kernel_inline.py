@@ -18,7 +18,7 @@ _FAMILY_GATE = tl.constexpr(int(Family.GATE))
 @triton.jit
 def inline_kernel(
     p_value,
-    p_row_of_token,
+    p_token_map,
     p_select,
     p_program,
     p_bank,
@@ -40,7 +40,7 @@ def inline_kernel(
     idle one costs the load of its row index.
     """
     t = tl.program_id(0)
-    row = tl.load(p_row_of_token + t)
+    row = tl.load(p_token_map + t)
     if row != 0:
         p_row = p_program + row.to(tl.int64) * program_stride
         first = 0

@@ -144,7 +144,7 @@ def _begin_log(p_log, start, limit):
     do_not_specialize=["num_requests", "extent", "capture_start", "capture_limit"]
 )
 def route_kernel(
-    p_row_of_token,
+    p_token_map,
     p_select,
     work,
     p_per_request,
@@ -166,7 +166,7 @@ def route_kernel(
     score_stride,
     BLOCK: tl.constexpr,
 ):
-    """row_of_token[t] = row of request i, select[t] = its clauses, for tokens t of i.
+    """token_map[t] = row of request i, select[t] = its clauses, for tokens t of i.
 
     Instance i < num_requests does request i; the last one makes tokens idle from the
     last request's end up to `extent`, and begins the captures.
@@ -220,7 +220,7 @@ def route_kernel(
                 set_words,
             )
             b_seen |= b_bits
-        tl.store(p_row_of_token + b_t, tl.zeros_like(b_bits) + row, mask=m_t)
+        tl.store(p_token_map + b_t, tl.zeros_like(b_bits) + row, mask=m_t)
         tl.store(p_select + b_t, b_bits, mask=m_t)
         tl.store(work.slot_of_token + b_t, tl.zeros_like(b_bits) + slot, mask=m_t)
         p_score = work.score + b_t.to(tl.int64) * score_stride

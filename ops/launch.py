@@ -114,7 +114,7 @@ def boundary_(
     weight: Tensor,
     weight_offset: float,
     eps: float,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     bank: Tensor,
@@ -131,7 +131,7 @@ def boundary_(
     Args:
         stream, branch, pending: rows may be apart, elements of a row may not.
         weight, weight_offset, eps: as there.
-        row_of_token, select, program, bank, work, families: as there.
+        token_map, select, program, bank, work, families: as there.
         round_before_weight: round the normed value to the weight's dtype before the
             product, as eager torch does. Inductor leaves that rounding out.
         launch: launch parameters; chosen from the shape if None.
@@ -145,12 +145,12 @@ def boundary_(
         if tensor is not None:
             check_rows(name, tensor)
     check_rows("weight", weight)
-    check_tables(num_tokens, hidden_size, row_of_token, select, program, bank)
+    check_tables(num_tokens, hidden_size, token_map, select, program, bank)
     state = work_of(hidden_size, work)
     normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return normed
-    launch = launch or choose_launch(hidden_size, num_tokens, row_of_token.numel())
+    launch = launch or choose_launch(hidden_size, num_tokens, token_map.numel())
     values = [value for value in (stream, branch, pending) if value is not None]
     dense = num_tokens == 1 or all(x.stride(0) == hidden_size for x in values)
     boundary_kernel[(num_tokens,)](
@@ -159,7 +159,7 @@ def boundary_(
         pending,
         weight,
         normed,
-        row_of_token,
+        token_map,
         select,
         program,
         bank,
@@ -194,7 +194,7 @@ def boundary_(
 def inline_(
     value: Tensor,
     stage: int,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     bank: Tensor,
@@ -208,13 +208,13 @@ def inline_(
     """
     num_tokens, width = value.shape
     check_rows("value", value)
-    check_tables(num_tokens, width, row_of_token, select, program, bank)
+    check_tables(num_tokens, width, token_map, select, program, bank)
     state = work_of(width, work)
     if num_tokens == 0:
         return
     inline_kernel[(num_tokens,)](
         value,
-        row_of_token,
+        token_map,
         select,
         program,
         bank,
@@ -229,12 +229,12 @@ def inline_(
         STAGE=int(stage),
         FAMILIES=int(families),
         OPCODES=opcodes_of(families),
-        num_warps=choose_launch(width, num_tokens, row_of_token.numel()).warps,
+        num_warps=choose_launch(width, num_tokens, token_map.numel()).warps,
     )
 
 
 def route_(
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     work: list[Tensor],
     per_request: Tensor,
@@ -254,7 +254,7 @@ def route_(
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
-    maps = {"row_of_token": row_of_token, "select": select}
+    maps = {"token_map": token_map, "select": select}
     lists = {"per_request": per_request, "query_start_loc": query_start_loc}
     more = {"positions": positions, "token_ids_of_step": token_ids_of_step}
     sets = {"token_ids": token_ids, "token_sets": token_sets}
@@ -263,11 +263,11 @@ def route_(
     if not clauses[0].is_contiguous():
         raise ValueError(f"clauses of a row must be contiguous: {clauses.stride()}")
     state = work_of(0, work)
-    room = min(t.numel() for t in (row_of_token, select, state.slot_of_token))
+    room = min(t.numel() for t in (token_map, select, state.slot_of_token))
     if extent > room:
         raise ValueError(f"extent {extent} is more than the {room} maps")
     route_kernel[(num_requests + 1,)](
-        row_of_token,
+        token_map,
         select,
         state,
         per_request,

@@ -34,17 +34,17 @@ def work_of(width: int, tensors: list[Tensor]) -> Work:
 
 
 def check_maps(
-    num_tokens: int, row_of_token: Tensor, select: Tensor, program: Tensor
+    num_tokens: int, token_map: Tensor, select: Tensor, program: Tensor
 ) -> None:
     """Per-token maps of a step, and a program table.
 
     Raises:
         ValueError: gaps in one of them, or fewer tokens than the step has.
     """
-    check_rows("row_of_token", row_of_token)
+    check_rows("token_map", token_map)
     check_rows("select", select)
-    if min(row_of_token.numel(), select.numel()) < num_tokens:
-        raise ValueError(f"{row_of_token.numel()} map entries for {num_tokens} tokens")
+    if min(token_map.numel(), select.numel()) < num_tokens:
+        raise ValueError(f"{token_map.numel()} map entries for {num_tokens} tokens")
     if program.stride()[1:] != (WORDS, 1):
         raise ValueError(f"program: slots must be contiguous, {program.stride()}")
 
@@ -52,7 +52,7 @@ def check_maps(
 def check_tables(
     num_tokens: int,
     width: int,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     bank: Tensor,
@@ -62,7 +62,7 @@ def check_tables(
     Raises:
         ValueError: as `check_maps`, or vectors shorter than the values.
     """
-    check_maps(num_tokens, row_of_token, select, program)
+    check_maps(num_tokens, token_map, select, program)
     check_rows("bank", bank)
     if bank.shape[1] < width:
         raise ValueError(f"bank rows of {bank.shape[1]} are less than {width} wide")

@@ -14,7 +14,7 @@ BLOCK: Final = 128
 
 def custom_gain(
     value: Tensor,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     work: list[Tensor],
@@ -25,12 +25,12 @@ def custom_gain(
         ValueError: a layout that the kernel cannot read.
     """
     num_tokens, state = value.shape[0], work_of(0, work)
-    check_maps(num_tokens, row_of_token, select, program)
+    check_maps(num_tokens, token_map, select, program)
     gain = torch.empty(num_tokens, dtype=torch.float32, device=value.device)
     if num_tokens:
         custom_gain_kernel[(-(-num_tokens // BLOCK),)](
             gain,
-            row_of_token,
+            token_map,
             select,
             program,
             state,

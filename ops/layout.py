@@ -253,8 +253,9 @@ class Header(IntEnum):
     number of branch entries, and `END_NORMED` the number of entries of the row. WRITES
     is 1 where a stage has an entry that changes its value.
 
-    SIMPLE is how many entries a row has that only adds, and GENERAL for any other row:
-    see `eyesplice.ops.simple`.
+    SIMPLE is how many entries a row has that only adds, and GENERAL for any other row;
+    ADDS how many vectors a row adds that does nothing else, not even count, and 0 for any
+    other row. See `eyesplice.ops.simple`.
     """
 
     END_BRANCH = 0
@@ -264,6 +265,7 @@ class Header(IntEnum):
     WRITES_STREAM = 4
     WRITES_NORMED = 5
     SIMPLE = 6
+    ADDS = 7
 
 
 GENERAL: Final = -1

@@ -23,7 +23,7 @@ def boundary_(
     weight: Tensor,
     weight_offset: float,
     eps: float,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     bank: Tensor,
@@ -47,7 +47,7 @@ def boundary_(
         weight: `[hidden]`, any float dtype.
         weight_offset: added to the weight in fp32 (1.0 for Gemma).
         eps: added to the mean square.
-        row_of_token: int32 `[>= tokens]`, the token's program row; 0 is idle.
+        token_map: int32 `[>= tokens]`, the token's program row; 0 is idle.
         select: int32 `[>= tokens]`, bit j is clause j of the token's program.
         program: int32 `[rows, 1 + max_entries, WORDS]`, this boundary's table.
         bank: `[bank_rows, >= hidden]`, model dtype.
@@ -62,7 +62,7 @@ def boundary_(
     Returns:
         y: `[tokens, hidden]`, model dtype, contiguous.
     """
-    rows = _active_rows(stream, row_of_token)
+    rows = _active_rows(stream, token_map)
     tables = Tables(select, program, bank, Work(*work), families)
     h = stream.float()
     if pending is not None:
@@ -91,7 +91,7 @@ def boundary_(
 def inline_(
     value: Tensor,
     stage: int,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     bank: Tensor,
@@ -104,10 +104,10 @@ def inline_(
         value: `[tokens, width]`, model dtype, contiguous rows; written in place at
             tokens whose program writes this stage.
         stage: a `Stage`; the others of the row are left alone.
-        row_of_token, select, program, bank, work, families: as in `boundary_`; rows of
+        token_map, select, program, bank, work, families: as in `boundary_`; rows of
             `bank` and `capture` are at least `width` wide.
     """
-    rows = _active_rows(value, row_of_token)
+    rows = _active_rows(value, token_map)
     if rows is None:
         return
     result = value.float()
@@ -120,7 +120,7 @@ def inline_(
     value[written] = result[written].to(value.dtype)
 
 
-def _active_rows(value: Tensor, row_of_token: Tensor) -> Tensor | None:
+def _active_rows(value: Tensor, token_map: Tensor) -> Tensor | None:
     """The rows of the value's tokens, or None when every one of them is idle."""
-    rows = row_of_token[: value.shape[0]]
+    rows = token_map[: value.shape[0]]
     return rows if bool(rows.any()) else None

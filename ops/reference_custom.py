@@ -11,7 +11,7 @@ from eyesplice.ops.work import Work
 
 def custom_gain(
     value: Tensor,
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     program: Tensor,
     work: list[Tensor],
@@ -21,7 +21,7 @@ def custom_gain(
     Args:
         value: `[tokens, width]`, what the op will be run on: says how many tokens there
             are, and that whatever writes it, and with it `select`, comes first.
-        row_of_token: int32 `[>= tokens]`, the token's program row; 0 is idle.
+        token_map: int32 `[>= tokens]`, the token's program row; 0 is idle.
         select: int32 `[>= tokens]`, bit j is clause j of the token's program.
         program: int32 `[rows, 1 + max_entries, WORDS]`, the op's own table: a row has
             one CUSTOM entry or none.
@@ -30,7 +30,7 @@ def custom_gain(
     Returns:
         fp32 `[tokens]`.
     """
-    rows = row_of_token[: value.shape[0]]
+    rows = token_map[: value.shape[0]]
     gain = torch.zeros(len(rows), dtype=torch.float32, device=value.device)
     if not bool(rows.any()):
         return gain

@@ -17,7 +17,7 @@ from eyesplice.ops.work import Work
 
 
 def route_(
-    row_of_token: Tensor,
+    token_map: Tensor,
     select: Tensor,
     work: list[Tensor],
     per_request: Tensor,
@@ -35,7 +35,7 @@ def route_(
     """Fill the per-token maps for one step, and begin it in the `WORK` tensors.
 
     Args:
-        row_of_token, select: int32 `[max_tokens]`, written in `[0, extent)`.
+        token_map, select: int32 `[max_tokens]`, written in `[0, extent)`.
         work: tensors of `layout.WORK`. Written are `slot_of_token` in `[0, extent)`,
             where each request's step begins and what it has `SEEN`, NaN in the `score`
             of tokens whose program has scores, and the head of `capture_log`.
@@ -55,7 +55,7 @@ def route_(
     )
     starts = query_start_loc[: num_requests + 1].long()
     num_tokens = int(starts[-1]) if num_requests else 0
-    for tensor in (row_of_token, select, state.slot_of_token):
+    for tensor in (token_map, select, state.slot_of_token):
         tensor[:extent] = 0
     if not num_tokens:
         return
@@ -63,20 +63,20 @@ def route_(
     request = torch.repeat_interleave(
         torch.arange(num_requests, device=lengths.device), lengths
     )
-    row_of_token[:num_tokens] = per_request[PerRequest.ROW][request]
+    token_map[:num_tokens] = per_request[PerRequest.ROW][request]
     state.slot_of_token[:num_tokens] = per_request[PerRequest.SLOT][request]
     _begin(state, per_request[:, :num_requests], starts, positions)
-    tokens = row_of_token[:num_tokens].nonzero()[:, 0]
+    tokens = token_map[:num_tokens].nonzero()[:, 0]
     if not len(tokens):
         return
     request = request[tokens]
     slots = per_request[PerRequest.SLOT].long()
     view = _View(
-        clauses=clauses[row_of_token[tokens].long()].long(),
+        clauses=clauses[token_map[tokens].long()].long(),
         position=positions[tokens].long(),
         prompt_len=per_request[PerRequest.PROMPT_LEN][request].long(),
         token_id=token_ids_of_step[tokens].long(),
-        token_ids=token_ids[row_of_token[tokens].long()].long(),
+        token_ids=token_ids[token_map[tokens].long()].long(),
         token_sets=token_sets,
         request=request,
         seen=state.slots[slots[request], Slot.SEEN].long() & _MASK,

@@ -1,9 +1,13 @@
 """Programs that only add: the boundary kernel runs them on the idle tokens' path."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from eyesplice.ops.layout import GENERAL, Function, Opcode, Stage
+
+
+MAX_ADDS: Final = 7
+"""Vectors that a program which only adds vectors may add at one boundary."""
 
 
 class SomeEntry(Protocol):
@@ -25,6 +29,14 @@ class SomeEntry(Protocol):
     def flags(self) -> int:
         """Its flags, bits of FLAGS."""
 
+    @property
+    def counter(self) -> int:
+        """1 + the function that counts it, 0 for none."""
+
+    @property
+    def u(self) -> int:
+        """The bank row of its vector."""
+
 
 def simple(entries: Sequence[SomeEntry]) -> int:
     """`Header.SIMPLE` of a row: the number of its entries, or GENERAL.
@@ -33,6 +45,18 @@ def simple(entries: Sequence[SomeEntry]) -> int:
     Since h = stream + x, and x itself is then seen by nobody, all may be run on h.
     """
     return len(entries) if all(map(_adds, entries)) else GENERAL
+
+
+def adds(entries: Sequence[SomeEntry]) -> int:
+    """`Header.ADDS` of a row: how many vectors it adds, 0 if it does anything else.
+
+    ADD on x or h, neither flagged nor counted, MAX_ADDS of them at most.
+    """
+    plain = all(
+        entry.opcode == Opcode.ADD and not entry.counter and _adds(entry)
+        for entry in entries
+    )
+    return len(entries) if plain and len(entries) <= MAX_ADDS else 0
 
 
 def _adds(entry: SomeEntry) -> bool:

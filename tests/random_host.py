@@ -185,7 +185,7 @@ class Engine:
             contracts.inline_(
                 torch.stack([value(layer, *token) for token in tokens]),
                 Stage.STREAM,
-                self.buffers.row_of_token,
+                self.buffers.token_map,
                 self.buffers.select,
                 self.buffers.program[self.buffers.index[site.table[0]]],
                 self.buffers.bank,

@@ -119,7 +119,7 @@ def test_memory(bench: Bench) -> None:
     memory.run(bench)
     found = record(bench, "memory")
     # 32-bit words a token, and fp32 rows; no GPU measures them here.
-    assert found["tables"]["row_of_token"] == 4 * 512
+    assert found["tables"]["token_map"] == 4 * 512
     assert found["tables"]["bank"] == 4 * 1024 * HIDDEN_SIZE
     assert found["user_tensors"] == (256 + 1) * 4 * HIDDEN_SIZE
     assert found["sum"] == sum(found["tables"].values())

@@ -217,7 +217,7 @@ def test_known_forms_are_armed_where_their_values_are(layer: type[Layer]):
     forms = _forms(report)
     assert forms.pop("router.logits") == {None}
     assert all(found == {"module"} for found in forms.values()), forms
-    buffers.row_of_token[:] = 1
+    buffers.token_map[:] = 1
     buffers.select[:] = 1
     for site, value in expected.items():
         table, stage = site.table

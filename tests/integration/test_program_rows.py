@@ -118,7 +118,7 @@ class Step:
         zeros = torch.zeros(len(ids)).long()
         lengths = np.ones(len(ids), dtype=np.int32)
         self.router.step(ids, starts, zeros, zeros, len(ids), lengths)
-        return self.buffers.row_of_token.tolist()[: len(ids)]
+        return self.buffers.token_map.tolist()[: len(ids)]
 
 
 def test_an_id_that_is_used_again_gets_its_own_program(buffers: Buffers):
@@ -142,8 +142,8 @@ def test_the_maps_are_cleared_once_and_then_left_alone(buffers: Buffers):
     step.router.begin("a", _program(1), 4)
     assert step.rows("a", "a", "a") != [0, 0, 0]
     assert step.rows("b") == [0]
-    assert not buffers.row_of_token.any()
+    assert not buffers.token_map.any()
     step.router.end("a")
     assert step.rows("b") == [0]
-    buffers.row_of_token.fill_(7)
+    buffers.token_map.fill_(7)
     assert step.rows("b") == [7], "an idle engine writes nothing"

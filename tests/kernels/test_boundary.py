@@ -75,7 +75,7 @@ def test_sizes(num_tokens, hidden_size, dtype, device):
 
 def test_many_tokens(device):
     case = random_case(2000, 48, torch.float32, device=device)
-    case.row_of_token[30:1980] = 0
+    case.token_map[30:1980] = 0
     check(case)
 
 
@@ -97,7 +97,7 @@ def test_options(name, dtype, device):
     options = {"width": 576, "seed": 2, "device": device, **OPTIONS[name]}
     if name == "every token active":
         case = random_case(17, dtype=dtype, **(options | {"num_programs": 5}))
-        case.row_of_token[:17] = 4
+        case.token_map[:17] = 4
     else:
         case = random_case(17, dtype=dtype, **options)
     check(case)
@@ -142,9 +142,9 @@ def simple_programs(device, dtype, has_branch=True, counted=False):
         [simple_entry(i, has_branch, counted) for i in range(count)]
         for count in range(1, 9)
     ]
-    case.row_of_token[:tokens] = torch.arange(tokens) % 9
+    case.token_map[:tokens] = torch.arange(tokens) % 9
     work = empty_work(tokens, 9, 3, 5, width, dtype, device)
-    work.slot_of_token.copy_(case.row_of_token[:tokens])
+    work.slot_of_token.copy_(case.token_map[:tokens])
     return dataclasses.replace(
         case,
         programs=tuple(map(tuple, programs)),
@@ -227,8 +227,8 @@ def test_round_before_weight(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_idle_tokens_keep_the_bits_of_an_idle_batch(dtype, device):
     case = random_case(30, 576, dtype, seed=5, device=device)
-    idle = dataclasses.replace(case, row_of_token=torch.zeros_like(case.row_of_token))
-    at = case.row_of_token[:30] == 0
+    idle = dataclasses.replace(case, token_map=torch.zeros_like(case.token_map))
+    at = case.token_map[:30] == 0
     for mixed, alone in zip(run(case), run(idle), strict=True):
         assert same_bits(mixed[at], alone[at])
         assert not same_bits(mixed[~at], alone[~at])
@@ -246,7 +246,7 @@ def test_a_poisoned_token_stays_alone(device):
 
 def test_first_norm_leaves_an_idle_stream_alone(device):
     case = random_case(4, 576, torch.bfloat16, has_branch=False, device=device)
-    case.row_of_token.zero_()
+    case.token_map.zero_()
     case.stream[0] = -0.0
     assert same_bits(run(case)[0], case.stream)
 
@@ -266,7 +266,7 @@ def test_a_program_that_only_reads_leaves_zeros_their_signs(simple, device):
         work=work,
     )
     case.stream[:, ::2] = -0.0
-    idle = dataclasses.replace(case, row_of_token=torch.zeros_like(case.row_of_token))
+    idle = dataclasses.replace(case, token_map=torch.zeros_like(case.token_map))
     chosen = launch.Launch(4, simple=simple)
     for read, alone in zip(
         run(case, launch=chosen), run(idle, launch=chosen), strict=True
@@ -283,7 +283,7 @@ def test_clause_of_bit_31(device):
         programs=(tuple(entries),),
         program=pack_programs([entries], 3).to(device),
     )
-    case.row_of_token[:2] = 1
+    case.token_map[:2] = 1
     case.select[:2] = torch.tensor([2**31 - 1, -(2**31)])
     stream, _ = run(case)
     plain = case.stream + case.branch
@@ -309,7 +309,7 @@ def test_offsets_beyond_int32(device):
         programs=(tuple(entries),),
         program=pack_programs([entries], 2).to(device),
     )
-    case.row_of_token[:3] = 1
+    case.token_map[:3] = 1
     check(case)
 
 

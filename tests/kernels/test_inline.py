@@ -41,7 +41,7 @@ def test_sizes(num_tokens, width, dtype, device):
 
 def test_many_tokens(device):
     case = random_case(2000, 48, torch.float32, device=device)
-    case.row_of_token[30:1980] = 0
+    case.token_map[30:1980] = 0
     check(case, Stage.STREAM)
 
 
@@ -64,7 +64,7 @@ def test_idle_tokens_and_other_stages_are_not_written(device):
 
 def test_a_nan_keeps_its_payload_in_an_idle_token(device):
     case = random_case(3, 64, torch.bfloat16, device=device)
-    case.row_of_token[:3] = 0
+    case.token_map[:3] = 0
     case.stream.view(torch.int16).fill_(0x7FA5)
     value = run(case, Stage.BRANCH)
     assert bool((value.view(torch.int16) == 0x7FA5).all())

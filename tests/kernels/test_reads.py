@@ -77,8 +77,8 @@ def test_scores(width, dtype, device):
     case = random_case(tokens, width, dtype, device=device, num_programs=1, seed=31)
     entries = [score_entry(score, slot=score) for score in Score]
     case = dataclasses.replace(case, program=pack_programs([entries], 9).to(device))
-    case.row_of_token[:tokens] = 1
-    case.row_of_token[1] = 0
+    case.token_map[:tokens] = 1
+    case.token_map[1] = 0
     found = {}
     for name, ops in IMPLEMENTATIONS.items():
         score = torch.full((tokens, len(Score)), -7.0, device=device)
@@ -211,7 +211,7 @@ def reading_case(dtype, device, rows):
     case = random_case(12, 96, dtype, seed=33, device=device, num_programs=1)
     case.stream[3], case.branch[3] = -0.0, -0.0
     case.stream[4] = torch.nan
-    case.row_of_token[:12] = torch.tensor(rows)
+    case.token_map[:12] = torch.tensor(rows)
     work = case.work
     work.slot_of_token.fill_(1)
     work.slots.zero_()
@@ -273,7 +273,7 @@ def test_a_gate_acts_in_its_own_launch(name, device):
     entries = [Entry(Opcode.READ, Stage.BRANCH, v=3, slot=2), gate, *writes]
     case = random_case(12, 96, torch.float32, seed=34, device=device, num_programs=1)
     case = dataclasses.replace(case, program=pack_programs([entries], 5).to(device))
-    case.row_of_token[:12] = 1
+    case.token_map[:12] = 1
     case.select[:12] = 5 | -(2**31)
     stream, branch = case.stream.clone(), case.branch.clone()
     args = (case.weight, 0.0, 1e-5, *case.tables)

@@ -92,7 +92,7 @@ def test_widths(name, width, device):
 def test_the_length_is_kept(name, device):
     entries = [dataclasses.replace(ENTRIES["add"], gain=9.0, flags=PRESERVE_NORM)]
     case = case_of(entries, 4, 90, torch.float32, device)
-    case.row_of_token[:4] = 1
+    case.token_map[:4] = 1
     value = run(IMPLEMENTATIONS[name], case)
     assert not torch.equal(value, case.stream)
     torch.testing.assert_close(value.norm(dim=1), case.stream.norm(dim=1))
@@ -102,7 +102,7 @@ def test_the_length_is_kept(name, device):
 def test_a_vector_of_no_length_stays_zero(name, device):
     entries = [dataclasses.replace(ENTRIES["mask"], gain=-1.0, flags=PRESERVE_NORM)]
     case = case_of(entries, 2, 90, torch.float32, device)
-    case.row_of_token[:2] = 1
+    case.token_map[:2] = 1
     case.bank[6] = 1.0
     assert not run(IMPLEMENTATIONS[name], case).any()
 
@@ -111,7 +111,7 @@ def test_a_vector_of_no_length_stays_zero(name, device):
 def test_router_logits_keep_the_order_of_the_others(name, device):
     """The activated are above all, the deactivated below all, the others a softmax."""
     case = case_of([ENTRIES["router"]], 2, 60, torch.float32, device)
-    case.row_of_token[:2] = 1
+    case.token_map[:2] = 1
     case.bank[6, :60] = 0.0
     case.bank[6, 3:5], case.bank[6, 7:9] = 1.0, -1.0
     value = run(IMPLEMENTATIONS[name], case)
@@ -163,8 +163,8 @@ def test_counts_are_of_tokens_and_requests(name, device):
         entry(Opcode.ADD, clause_mask=both, bit=when),
     ]
     case = case_of(entries, 40, 8, torch.float32, device)
-    case.row_of_token[:40] = 1
-    case.row_of_token[30:40] = 0
+    case.token_map[:40] = 1
+    case.token_map[30:40] = 0
     case.work.counts.zero_()
     case.work.slot_of_token.copy_(torch.arange(47) % 2)
     select = [(when * (i % 3 == 0)) | (both * (i % 6 == 0)) for i in range(40)]

@@ -40,7 +40,7 @@ def normal():
 
 
 def tables(entries, rows, select=None, width=HIDDEN, dtype=torch.float32):
-    """(row_of_token, select, program, bank, work, families); bank rows 1 to 3."""
+    """(token_map, select, program, bank, work, families); bank rows 1 to 3."""
     bank = torch.zeros(4, width, dtype=dtype)
     bank[1:] = torch.linspace(-1, 1, 3 * width).view(3, width).sin()
     return (
@@ -293,7 +293,7 @@ def test_a_graph_sees_only_what_it_reads_as_written():
     assert written == {
         "boundary_": ["stream", "branch"],
         "inline_": ["value"],
-        "route_": ["row_of_token", "select"],
+        "route_": ["token_map", "select"],
         "collect_": [],
         "anchor": [],
     }

@@ -116,7 +116,7 @@ class World:
         contracts.inline_(
             value(positions),
             Stage.STREAM,
-            self.buffers.row_of_token,
+            self.buffers.token_map,
             self.buffers.select,
             self.buffers.program[0],
             self.buffers.bank,
@@ -263,7 +263,7 @@ def test_a_batch_without_a_program_is_neither_routed_nor_collected(monkeypatch):
     world.router.begin("a", probing(), 4)
     world.step(a=(0, 1))
     world.step(b=(0, 4))
-    assert not world.buffers.row_of_token.any()
+    assert not world.buffers.token_map.any()
     monkeypatch.setattr(contracts, "route_", None)
     monkeypatch.setattr(contracts, "collect_", None)
     assert world.step(b=(4, 5)) is None
