@@ -41,8 +41,14 @@ MAX_REPLAYS: Final = 60
 DTYPE: Final = torch.bfloat16
 
 SWEEP: Final = tuple(
-    Launch(0, registers, simple, early)
-    for registers, simple in ((None, True), (64, True), (64, False), (40, False))
+    Launch(0, registers, simple, ahead, early)
+    for registers, simple, ahead in (
+        (None, True, True),
+        (64, True, True),
+        (64, False, True),
+        (64, False, False),
+        (40, False, False),
+    )
     for early in (False, True)
 )
 """Launches of a sweep; their warps are those of `choose_launch`, which fix the bits."""

@@ -7,7 +7,9 @@ import triton.language as tl
 
 from eyesplice.ops.kernel_words import BIT, CLAUSE_MASK, COUNTER, GAIN, OPCODE
 from eyesplice.ops.layout import MAX_FUNCTIONS, WORDS, Header, Opcode
+from eyesplice.ops.token_map import ROW_MASK
 
+_ROW_MASK = tl.constexpr(ROW_MASK)
 _WORDS = tl.constexpr(WORDS)
 _MAX_FUNCTIONS = tl.constexpr(MAX_FUNCTIONS)
 _END = tl.constexpr(int(Header.END_NORMED))
@@ -28,11 +30,11 @@ def custom_gain_kernel(
     """gain[t] = the gain of token t's CUSTOM entry where its clauses hold, else 0.
 
     gain `[num_tokens]` fp32, BLOCK tokens an instance; a row has one entry or none. An
-    idle token costs the load of its row index.
+    idle token costs the load of its word.
     """
     b_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_t = b_t < num_tokens
-    b_row = tl.load(p_token_map + b_t, mask=m_t, other=0)
+    b_row = tl.load(p_token_map + b_t, mask=m_t, other=0) & _ROW_MASK
     p_row = p_program + b_row.to(tl.int64) * program_stride
     m_t &= b_row != 0
     m_t &= tl.load(p_row + _END, mask=m_t, other=0) > 0

@@ -9,7 +9,9 @@ import triton.language as tl
 
 from eyesplice.ops.kernel_program import prefetch, run_entries
 from eyesplice.ops.layout import Family, Header
+from eyesplice.ops.token_map import ROW_MASK
 
+_ROW_MASK = tl.constexpr(ROW_MASK)
 _END = tl.constexpr(int(Header.END_BRANCH))
 _WRITES = tl.constexpr(int(Header.WRITES_BRANCH))
 _FAMILY_GATE = tl.constexpr(int(Family.GATE))
@@ -37,10 +39,10 @@ def inline_kernel(
     """value[t] = entries of STAGE of token t's program, run on value[t].
 
     value `[tokens, W]`; a token with no entry that writes it is not written, and an
-    idle one costs the load of its row index.
+    idle one costs the load of its word.
     """
     t = tl.program_id(0)
-    row = tl.load(p_token_map + t)
+    row = tl.load(p_token_map + t) & _ROW_MASK
     if row != 0:
         p_row = p_program + row.to(tl.int64) * program_stride
         first = 0

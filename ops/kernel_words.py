@@ -36,6 +36,13 @@ def constant(p_word):
 
 
 @triton.jit
+def vector(p_bank, bank_stride, row, mask, o_h):
+    """`[BLOCK]` bank[row] as stored, zero outside `mask`."""
+    p_u = p_bank + row.to(tl.int64) * bank_stride + o_h
+    return tl.load(p_u, mask=mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
 def number(p_entry, WORD: tl.constexpr):
     """An fp32 field of an entry."""
     return tl.load(p_entry + WORD).to(tl.float32, bitcast=True)
@@ -44,6 +51,4 @@ def number(p_entry, WORD: tl.constexpr):
 @triton.jit
 def bank_row(p_bank, bank_stride, row, o_h, m_h):
     """`[BLOCK]` fp32, zero outside `m_h`."""
-    p_u = p_bank + row.to(tl.int64) * bank_stride + o_h
-    b_u = tl.load(p_u, mask=m_h, other=0.0, eviction_policy="evict_last")
-    return b_u.to(tl.float32)
+    return vector(p_bank, bank_stride, row, m_h, o_h).to(tl.float32)

@@ -50,13 +50,17 @@ class Launch:
         warps: an instance's. They decide the order in which a row is summed.
         registers: the limit of a thread, which decides how many instances share a
             multiprocessor; None for the compiler's choice.
-        simple: whether programs that only add run on the idle tokens' path.
+        simple: whether programs of simple entries that do more than add vectors have a
+            loop of their own, beside the general one.
+        ahead: whether the vectors of a program that only adds are loaded together, or
+            one after another, for fewer registers.
         early: whether to start while the kernel before still runs.
     """
 
     warps: int
     registers: int | None = None
     simple: bool = True
+    ahead: bool = True
     early: bool = False
 
 
@@ -71,10 +75,12 @@ def choose_launch(width: int, num_tokens: int, max_tokens: int) -> Launch:
     The rest was measured on an H200 in chains of boundary and GEMM, rows of 4096. The
     general part of the kernel makes the compiler take 124 registers, so that one
     instance of 16 warps fills a multiprocessor. Once there are more rows than
-    multiprocessors, a limit lets two or three in: the general part spills, which only it
-    pays for. The loop over simple entries would make the idle path spill, and is left
-    out then. An early start saves 0.8 us up to 32 rows; with more, the instances that
-    wait are in the way of the GEMM before.
+    multiprocessors, a limit of 64 or 40 lets two or three in. The general part spills
+    then, which only it pays for; the loop of simple programs is left out, and under 40
+    the vectors of others come one after another, or the idle part would spill too. So
+    it would under 40 with 16 elements a thread, where the limit stays 64. An early start
+    saves 0.6 us up to 32 rows; with more, the instances that wait are in the way of the
+    GEMM before.
 
     Args:
         width: elements of a row.
@@ -88,8 +94,10 @@ def choose_launch(width: int, num_tokens: int, max_tokens: int) -> Launch:
     rows = -(-num_tokens // _multiprocessors())
     if REGISTERS // (32 * warps * rows) >= 128:
         return Launch(warps, early=early)
-    registers = 64 if rows * warps <= 64 else 40
-    return Launch(warps, registers, simple=False, early=early)
+    wide = _block(width) > 256 * warps
+    registers = 64 if wide or rows * warps <= 64 else 40
+    ahead = registers == 64 and not wide
+    return Launch(warps, registers, simple=False, ahead=ahead, early=early)
 
 
 @lru_cache
@@ -183,6 +191,7 @@ def boundary_(
         FAMILIES=int(families),
         OPCODES=opcodes_of(families),
         EARLY=launch.early,
+        AHEAD=launch.ahead,
         SIMPLE=launch.simple,
         num_warps=launch.warps,
         maxnreg=launch.registers,

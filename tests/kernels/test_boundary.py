@@ -390,7 +390,7 @@ def test_a_captured_launch_reads_the_tables_at_replay():
         (4096, 529, (16, 40, False)),
         (2048, 264, (8, None, True)),
         (2048, 265, (8, 64, False)),
-        (8192, 8192, (16, 40, False)),
+        (8192, 8192, (16, 64, False)),
         (576, 8192, (1, None, True)),
     ],
 )
@@ -398,6 +398,7 @@ def test_how_a_boundary_is_launched(width, tokens, expected, monkeypatch):
     monkeypatch.setattr(launch, "_multiprocessors", lambda: 132)
     chosen = launch.choose_launch(width, tokens, 8192)
     assert (chosen.warps, chosen.registers, chosen.simple) == expected
+    assert chosen.ahead == (chosen.registers != 40 and (width < 8192 or tokens == 1))
     assert chosen.early <= (tokens <= 32)
     # Else a token's bits would depend on who else is in its batch.
     assert chosen.warps == launch.choose_launch(width, 1, 8192).warps
