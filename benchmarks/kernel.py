@@ -25,6 +25,7 @@ from eyesplice.ops import launch
 from eyesplice.ops.inputs import Entry, pack_programs
 from eyesplice.ops.launch import Launch
 from eyesplice.ops.layout import Family, Opcode, Stage
+from eyesplice.ops.token_map import words_of
 from eyesplice.ops.tolerances import ROUNDING, error_bound
 from eyesplice.ops.work import empty_work
 
@@ -59,13 +60,16 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Values, weights and tables of one size; `programs[n]` adds n vectors to h."""
+    """Values, weights and tables of one size.
+
+    `programs[n]` adds n vectors to h, `maps[n]` gives it to every token.
+    """
 
     stream: Tensor
     branch: Tensor
     weight: Tensor
     gemms: Tensor
-    rows: Tensor
+    maps: dict[int, Tensor]
     select: Tensor
     programs: dict[int, Tensor]
     bank: Tensor
@@ -101,12 +105,13 @@ def make_inputs(num_tokens: int, hidden_size: int, gemms: Tensor) -> Inputs:
         ).cuda()
         for n in VECTORS
     }
+    rows = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
     return Inputs(
         stream=normal(num_tokens, hidden_size),
         branch=normal(num_tokens, hidden_size),
         weight=1 + 0.1 * normal(hidden_size),
         gemms=gemms,
-        rows=torch.ones(num_tokens, dtype=torch.int32, device="cuda"),
+        maps={n: words_of(program[None], rows)[0] for n, program in programs.items()},
         select=torch.ones(num_tokens, dtype=torch.int32, device="cuda"),
         programs=programs,
         bank=normal(64, hidden_size),
@@ -121,8 +126,6 @@ def splice_step(
     *,
     round_before_weight: bool = False,
 ) -> Step:
-    rows = inputs.rows if vectors else torch.zeros_like(inputs.rows)
-
     def step(branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         normed = launch.boundary_(
             stream,
@@ -130,7 +133,7 @@ def splice_step(
             inputs.weight,
             0.0,
             EPS,
-            rows,
+            inputs.maps[vectors],
             inputs.select,
             inputs.programs[vectors],
             inputs.bank,

@@ -43,8 +43,8 @@ def run(bench: Bench, batches: Sequence[int]) -> dict[str, Any]:
             results[str(batch)][name] = summary(answer["kernels"], answer["replays"])
     record = {"engines": pair.ready(), "results": results}
     bench.write("trace", record)
-    for batch, found in results.items():
-        print_trace(bench.console, batch, found)
+    for size, found in results.items():
+        print_trace(bench.console, size, found)
     return record
 
 

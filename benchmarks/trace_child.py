@@ -1,4 +1,4 @@
-"""Command of an engine's process: the kernels of one decode step, as the device ran them."""
+"""Command of an engine's process: the kernels of one decode step, as they were run."""
 
 from typing import Any, Final
 
@@ -35,6 +35,6 @@ def _traced(replays: Replays) -> list[list[Any]]:
     kernels = [
         [event.time_range.start, event.time_range.elapsed_us(), event.name]
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     return sorted(kernels)

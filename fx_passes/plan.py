@@ -12,8 +12,12 @@ from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSite, Custom
 from eyesplice.fx_passes.sites import Site, Table
 from eyesplice.ops.layout import ALL_FAMILIES, WORK
 
-SHARED_TENSORS: Final = ("token_map", "select", "bank", *WORK)
-"""Tensors every spliced op takes, in the order in which anchors list them."""
+SHARED_TENSORS: Final = ("select", "bank", *WORK)
+"""Tensors every spliced op takes, in the order in which anchors list them.
+
+Then come the programs of the layer's tables, the maps of the same tables, and the weights
+of its users' own ops.
+"""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -84,7 +88,7 @@ class SplicePlan:
         )
 
     def custom_of_layer(self, layer: int) -> tuple[CustomSite, ...]:
-        """The users' own ops whose weights a layer's anchor lists, after the tables."""
+        """The users' own ops whose weights a layer's anchor lists, after the maps."""
         tables = self.tables_of_layer(layer)
         return tuple(custom for custom in self.custom if custom.table in tables)
 

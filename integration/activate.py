@@ -6,6 +6,7 @@ from typing import Any
 from eyesplice._errors import SpecError
 from eyesplice.integration.config import KEY, requested
 from eyesplice.integration.deployment import Deployment, compiles
+from eyesplice.ops.token_map import MAX_ROWS
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -50,6 +51,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             "gates",
             "start the engine without speculative_config",
         )
+    _refuse_many_requests(vllm_config.scheduler_config.max_num_seqs)
     from vllm.config import CompilationMode
 
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
@@ -83,4 +85,16 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             True,
             "False: dual-batch overlap splits the tokens of a step",
             "switch it off",
+        )
+
+
+def _refuse_many_requests(max_num_seqs: int) -> None:
+    """Every request may have a program of its own, in a row that a map can name."""
+    limit = MAX_ROWS - 1
+    if max_num_seqs > limit:
+        raise SpecError(
+            "max_num_seqs",
+            max_num_seqs,
+            f"{limit} at most: a token's word has no room for more programs",
+            f"start the engine with max_num_seqs {limit} or less",
         )

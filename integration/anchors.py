@@ -73,7 +73,9 @@ def anchor_layers(
             layer.register_buffer(
                 _PREFIX + name, getattr(buffers, name), persistent=False
             )
-        own = [buffers.program[buffers.index[table]] for table in tables]
+        places = [buffers.index[table] for table in tables]
+        own = [buffers.program[place] for place in places]
+        own += [buffers.token_map[place] for place in places]
         own += [weights[custom.number] for custom in plan.custom_of_layer(number)]
         for place, tensor in enumerate(own):
             layer.register_buffer(f"{_PREFIX}own_{place}", tensor, persistent=False)

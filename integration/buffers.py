@@ -17,7 +17,7 @@ BLOCK: Final = 8
 """int32 words of a block: what `words` is written in."""
 
 _ALIGN: Final = 64
-"""Every part of `words` begins on a 256-byte boundary."""
+"""Every part of `words` and every map begin on a 256-byte boundary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ class Buffers:
     Attributes:
         words: int32 `[words]`, the allocation.
         first: the first word of each part, by its name here.
-        index: place of each table in `program`.
+        token_map: int32 `[tables, tokens]`, the words of `eyesplice.ops.token_map`.
+        index: place of each table in `program` and in `token_map`.
     """
 
     words: Tensor
@@ -89,7 +90,7 @@ class Buffers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "Buffers":
-        """Allocate idle tables: row 0 for every token, no entry in any program.
+        """Allocate idle tables: nothing to do for any token, no entry in any program.
 
         Args:
             plan: decides how many program tables there are.
@@ -107,7 +108,7 @@ class Buffers:
         return cls(
             words=words,
             first=first,
-            token_map=zeros(sizes.tokens),
+            token_map=zeros(len(tables), _rounded_up(sizes.tokens))[:, : sizes.tokens],
             select=zeros(sizes.tokens),
             slot_of_token=zeros(sizes.tokens),
             bank=zeros(sizes.bank_rows, sizes.width, of=dtype),
@@ -169,7 +170,7 @@ def _parts(
     for name, shape in shapes.items():
         first[name] = size
         item = dtypes.get(name, torch.int32).itemsize // 4
-        size += -(-shape[0] * strides[name][0] * item // _ALIGN) * _ALIGN
+        size += _rounded_up(shape[0] * strides[name][0] * item)
     words = torch.zeros(size, dtype=torch.int32, device=device)
     storage = words.untyped_storage()
     parts = {}
@@ -179,6 +180,10 @@ def _parts(
         # Not views for autograd: the compiler sees them as tensors of their own.
         parts[name] = part.set_(storage, offset, shape, strides[name])
     return words, first, parts
+
+
+def _rounded_up(words: int) -> int:
+    return -(-words // _ALIGN) * _ALIGN
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from eyesplice.integration.rehearsal import matrices
 from eyesplice.integration.table_op import TableOp
 from eyesplice.ops import contracts
 from eyesplice.ops.layout import Header, Stage
+from eyesplice.ops.token_map import ROW_MASK
 
 
 def on_value(model: nn.Module, value: Value, act: Callable[[Tensor], None]) -> Any:
@@ -116,7 +117,7 @@ class _Boundary:
 
     def _written(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """bool `[tokens, 1]`: tokens whose stream is written, and those with any write."""
-        rows = self._op.buffers.token_map[:num_tokens].long()
+        rows = (self._op.token_map[:num_tokens] & ROW_MASK).long()
         header = self._op.program[:, 0][rows]
         stream = header[:, Header.WRITES_BRANCH] | header[:, Header.WRITES_STREAM]
         every = stream | header[:, Header.WRITES_NORMED]

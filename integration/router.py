@@ -1,4 +1,4 @@
-"""Tells the ops which program each token of a step belongs to.
+"""Tells the ops what each token of a step has to do at each boundary.
 
 Called by the runners' wrappers in stream order, before the forward pass of each step.
 With no request in the engine that has a program, and clean maps, it does nothing at all.
@@ -181,7 +181,7 @@ class Router:
     def clear(self) -> None:
         """Make every token idle, if the last step left one that is not."""
         if self._dirty_tokens:
-            self._buffers.token_map[: self._dirty_tokens].zero_()
+            self._buffers.token_map[:, : self._dirty_tokens].zero_()
             self._buffers.select[: self._dirty_tokens].zero_()
             self._dirty_tokens = 0
 
@@ -197,6 +197,7 @@ class Router:
         buffers = self._buffers
         contracts.route_(
             buffers.token_map,
+            buffers.program,
             buffers.select,
             buffers.work,
             batch.per_request,

@@ -30,11 +30,16 @@ class TableOp:
         """int32 `[rows, 1 + entries, WORDS]`."""
         return self.buffers.program[self.buffers.index[self.table]]
 
+    @property
+    def token_map(self) -> Tensor:
+        """int32 `[tokens]`, the words of this table's tokens."""
+        return self.buffers.token_map[self.buffers.index[self.table]]
+
     def arguments(self) -> tuple[Any, ...]:
         """What both ops take after the values."""
         own = self.buffers
         return (
-            own.token_map,
+            self.token_map,
             own.select,
             self.program,
             own.bank,

@@ -9,8 +9,9 @@ custom_gain(value, tables...) -> gain
     fp32 `[tokens]`: how strongly a user's own op acts on each token of `value`
 anchor(tensors, layer) -> ()
     a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
-route_(token_map!, select!, ...) -> ()
-    fills the per-token maps; called by the host before a step, never in the graph
+route_(token_map!, program, select!, ...) -> ()
+    fills the per-token maps, one of each table and `select`; called by the host before a
+    step, never in the graph
 collect_(...) -> ()
     carries a step's scores and latches over to the next; called by the host after it
 
@@ -49,7 +50,7 @@ SCHEMAS: Final = {
     ),
     "anchor": "(Tensor[] tensors, int layer) -> ()",
     "route_": (
-        "(Tensor(a!) token_map, Tensor(b!) select, Tensor[] work, "
+        "(Tensor(a!) token_map, Tensor program, Tensor(b!) select, Tensor[] work, "
         "Tensor per_request, Tensor query_start_loc, Tensor positions, "
         "Tensor token_ids_of_step, Tensor clauses, Tensor token_ids, "
         "Tensor token_sets, int num_requests, int extent, int capture_start, "

@@ -126,9 +126,9 @@ def guarded(values: Tensor) -> Guarded:
 def pack(entry: Entry) -> list[int]:
     """The entry's `WORDS` int32 words."""
     words = [POISON] * WORDS
-    for word in Word:
-        field = getattr(entry, word.name.lower())
-        words[word] = _bits(field) if word in FLOAT_WORDS else _int32(field)
+    for place in Word:
+        field = getattr(entry, place.name.lower())
+        words[place] = _bits(field) if place in FLOAT_WORDS else _int32(field)
     return words
 
 

@@ -1,6 +1,6 @@
 # Parameters of a jit function have types only when it is compiled.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The per-token maps of one step: program row and true clauses of every token."""
+"""The per-token maps of one step: work at each boundary and true clauses of a token."""
 
 import triton
 import triton.language as tl
@@ -11,11 +11,15 @@ from eyesplice.ops.layout import (
     RANGE_START_FROM_PROMPT_END,
     RANGE_STOP_FROM_PROMPT_END,
     SLOT_WORDS,
+    WORDS,
     ClauseKind,
+    Header,
     LogHead,
     PerRequest,
     Slot,
+    Word,
 )
+from eyesplice.ops.token_map import ADDS_SHIFT, ROW_BITS, VECTOR_MASK
 
 _CLAUSE_WORDS = tl.constexpr(CLAUSE_WORDS)
 _MAX_CLAUSES = tl.constexpr(MAX_CLAUSES)
@@ -44,6 +48,13 @@ _SLOT_FIRST_TOKEN = tl.constexpr(int(Slot.FIRST_TOKEN))
 _SLOT_FIRST_POSITION = tl.constexpr(int(Slot.FIRST_POSITION))
 _SLOT_PROMPT_LEN = tl.constexpr(int(Slot.PROMPT_LEN))
 _SLOT_SEEN = tl.constexpr(int(Slot.SEEN))
+
+_END = tl.constexpr(int(Header.END_NORMED))
+_ADDS = tl.constexpr(int(Header.ADDS))
+_FIRST_U = tl.constexpr(WORDS + int(Word.U))
+_ROW_BITS = tl.constexpr(ROW_BITS)
+_VECTOR_MASK = tl.constexpr(VECTOR_MASK)
+_ADDS_SHIFT = tl.constexpr(ADDS_SHIFT)
 
 _LOG_COUNT = tl.constexpr(int(LogHead.COUNT))
 _LOG_START = tl.constexpr(int(LogHead.START))
@@ -140,11 +151,49 @@ def _begin_log(p_log, start, limit):
     tl.store(p_log + _LOG_LIMIT, limit)
 
 
+@triton.jit
+def _map_tokens(
+    p_map,
+    map_stride,
+    first,
+    last,
+    row,
+    p_program,
+    table_stride,
+    row_stride,
+    num_tables,
+    TABLES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """map[k, t] = the word of a row in table k, for tokens t from first to last."""
+    o_k = tl.arange(0, TABLES)
+    m_k = o_k < num_tables
+    b_row = tl.zeros([TABLES], dtype=tl.int64) + row
+    m_row = m_k & (b_row != 0)
+    p_row = p_program + o_k.to(tl.int64) * table_stride + b_row * row_stride
+    b_end = tl.load(p_row + _END, mask=m_row, other=0)
+    b_adds = tl.load(p_row + _ADDS, mask=m_row, other=0)
+    b_u = tl.load(p_row + _FIRST_U, mask=m_row, other=0)
+    b_adds = tl.where((b_u > 0) & (b_u <= _VECTOR_MASK), b_adds, 0)
+    b_u = tl.where(b_adds > 0, b_u, 0)
+    b_word = (b_u << _ROW_BITS) | (b_adds << _ADDS_SHIFT) | b_row.to(tl.int32)
+    b_word = tl.where(b_end > 0, b_word, 0)
+    p_k = p_map + o_k.to(tl.int64) * map_stride
+    if last - first == 1:
+        tl.store(p_k + first, b_word, mask=m_k)
+    else:
+        for start in range(first, last, BLOCK):
+            b_t = (start + tl.arange(0, BLOCK))[None, :]
+            b_words = tl.zeros([TABLES, BLOCK], dtype=tl.int32) + b_word[:, None]
+            tl.store(p_k[:, None] + b_t, b_words, mask=m_k[:, None] & (b_t < last))
+
+
 @triton.jit(
     do_not_specialize=["num_requests", "extent", "capture_start", "capture_limit"]
 )
 def route_kernel(
     p_token_map,
+    p_program,
     p_select,
     work,
     p_per_request,
@@ -164,9 +213,15 @@ def route_kernel(
     sets_stride,
     set_words,
     score_stride,
+    map_stride,
+    table_stride,
+    row_stride,
+    num_tables,
+    TABLES: tl.constexpr,
+    MAP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """token_map[t] = row of request i, select[t] = its clauses, for tokens t of i.
+    """token_map[:, t] = words of request i, select[t] = its clauses, for tokens t of i.
 
     Instance i < num_requests does request i; the last one makes tokens idle from the
     last request's end up to `extent`, and begins the captures.
@@ -192,6 +247,19 @@ def route_kernel(
         _begin_log(work.capture_log, capture_start, capture_limit)
         if num_requests > 0:
             first = tl.load(p_query_start_loc + num_requests)
+    _map_tokens(
+        p_token_map,
+        map_stride,
+        first,
+        last,
+        row,
+        p_program,
+        table_stride,
+        row_stride,
+        num_tables,
+        TABLES,
+        MAP_BLOCK,
+    )
     begins = (slot != 0) & (first < last)
     if begins:
         _begin_request(work.slots, p_positions, first, slot, prompt_len)
@@ -220,7 +288,6 @@ def route_kernel(
                 set_words,
             )
             b_seen |= b_bits
-        tl.store(p_token_map + b_t, tl.zeros_like(b_bits) + row, mask=m_t)
         tl.store(p_select + b_t, b_bits, mask=m_t)
         tl.store(work.slot_of_token + b_t, tl.zeros_like(b_bits) + slot, mask=m_t)
         p_score = work.score + b_t.to(tl.int64) * score_stride

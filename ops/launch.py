@@ -16,7 +16,7 @@ from eyesplice.ops.kernel_boundary import boundary_kernel
 from eyesplice.ops.kernel_collect import collect_kernel
 from eyesplice.ops.kernel_inline import inline_kernel
 from eyesplice.ops.kernel_route import route_kernel
-from eyesplice.ops.launch_checks import check_rows, check_tables, work_of
+from eyesplice.ops.launch_checks import check_program, check_rows, check_tables, work_of
 from eyesplice.ops.launch_custom import custom_gain
 
 __all__ = [
@@ -31,6 +31,9 @@ __all__ = [
 
 ROUTE_BLOCK: Final = 1024
 """Tokens that an instance of the route kernel fills at once."""
+
+MAP_WORDS: Final = 4096
+"""Words of the maps that an instance of the route kernel fills at once."""
 
 COLLECT_BLOCK: Final = 256
 """Tokens that an instance of the collect kernel reduces at once."""
@@ -244,6 +247,7 @@ def inline_(
 
 def route_(
     token_map: Tensor,
+    program: Tensor,
     select: Tensor,
     work: list[Tensor],
     per_request: Tensor,
@@ -271,12 +275,18 @@ def route_(
         check_rows(name, tensor)
     if not clauses[0].is_contiguous():
         raise ValueError(f"clauses of a row must be contiguous: {clauses.stride()}")
+    check_program(program)
+    num_tables = program.shape[0]
+    if token_map.shape[0] != num_tables:
+        raise ValueError(f"{token_map.shape[0]} maps for {num_tables} tables")
     state = work_of(0, work)
-    room = min(t.numel() for t in (token_map, select, state.slot_of_token))
+    room = min(t.shape[-1] for t in (token_map, select, state.slot_of_token))
     if extent > room:
         raise ValueError(f"extent {extent} is more than the {room} maps")
+    tables = _block(num_tables)
     route_kernel[(num_requests + 1,)](
         token_map,
+        program,
         select,
         state,
         per_request,
@@ -296,6 +306,11 @@ def route_(
         token_sets.stride(0),
         token_sets.shape[1],
         state.score.stride(0),
+        token_map.stride(0),
+        *program.stride()[:2],
+        num_tables,
+        TABLES=tables,
+        MAP_BLOCK=max(1, min(MAP_WORDS // tables, ROUTE_BLOCK)),
         BLOCK=ROUTE_BLOCK,
         num_warps=4,
     )

@@ -33,6 +33,16 @@ def work_of(width: int, tensors: list[Tensor]) -> Work:
     return work
 
 
+def check_program(program: Tensor) -> None:
+    """One program table, or all of them.
+
+    Raises:
+        ValueError: gaps between the slots of a row.
+    """
+    if program.stride()[-2:] != (WORDS, 1):
+        raise ValueError(f"program: slots must be contiguous, {program.stride()}")
+
+
 def check_maps(
     num_tokens: int, token_map: Tensor, select: Tensor, program: Tensor
 ) -> None:
@@ -45,8 +55,7 @@ def check_maps(
     check_rows("select", select)
     if min(token_map.numel(), select.numel()) < num_tokens:
         raise ValueError(f"{token_map.numel()} map entries for {num_tokens} tokens")
-    if program.stride()[1:] != (WORDS, 1):
-        raise ValueError(f"program: slots must be contiguous, {program.stride()}")
+    check_program(program)
 
 
 def check_tables(

@@ -1,6 +1,6 @@
 """The specification of every op, in plain torch; also the CPU implementation.
 
-Readable before fast, yet free for idle batches: every op looks once at the rows of the
+Readable before fast, yet free for idle batches: every op looks once at the words of the
 tokens and returns early when they are all 0.
 """
 
@@ -12,6 +12,7 @@ from eyesplice.ops.reference_collect import collect_
 from eyesplice.ops.reference_custom import custom_gain
 from eyesplice.ops.reference_program import Tables, run, writes
 from eyesplice.ops.reference_route import route_
+from eyesplice.ops.token_map import ROW_MASK
 from eyesplice.ops.work import Work
 
 __all__ = ["boundary_", "collect_", "custom_gain", "inline_", "route_"]
@@ -47,7 +48,8 @@ def boundary_(
         weight: `[hidden]`, any float dtype.
         weight_offset: added to the weight in fp32 (1.0 for Gemma).
         eps: added to the mean square.
-        token_map: int32 `[>= tokens]`, the token's program row; 0 is idle.
+        token_map: int32 `[>= tokens]`, the words of this boundary's tokens, see
+            `token_map`; 0 is idle.
         select: int32 `[>= tokens]`, bit j is clause j of the token's program.
         program: int32 `[rows, 1 + max_entries, WORDS]`, this boundary's table.
         bank: `[bank_rows, >= hidden]`, model dtype.
@@ -122,5 +124,5 @@ def inline_(
 
 def _active_rows(value: Tensor, token_map: Tensor) -> Tensor | None:
     """The rows of the value's tokens, or None when every one of them is idle."""
-    rows = token_map[: value.shape[0]]
+    rows = token_map[: value.shape[0]] & ROW_MASK
     return rows if bool(rows.any()) else None

@@ -6,6 +6,7 @@ from torch import Tensor
 from eyesplice.ops.layout import Header, Opcode
 from eyesplice.ops.reference_program import count
 from eyesplice.ops.reference_writes import decode
+from eyesplice.ops.token_map import ROW_MASK
 from eyesplice.ops.work import Work
 
 
@@ -21,7 +22,8 @@ def custom_gain(
     Args:
         value: `[tokens, width]`, what the op will be run on: says how many tokens there
             are, and that whatever writes it, and with it `select`, comes first.
-        token_map: int32 `[>= tokens]`, the token's program row; 0 is idle.
+        token_map: int32 `[>= tokens]`, the words of this table's tokens, see
+            `token_map`; 0 is idle.
         select: int32 `[>= tokens]`, bit j is clause j of the token's program.
         program: int32 `[rows, 1 + max_entries, WORDS]`, the op's own table: a row has
             one CUSTOM entry or none.
@@ -30,7 +32,7 @@ def custom_gain(
     Returns:
         fp32 `[tokens]`.
     """
-    rows = token_map[: value.shape[0]]
+    rows = token_map[: value.shape[0]] & ROW_MASK
     gain = torch.zeros(len(rows), dtype=torch.float32, device=value.device)
     if not bool(rows.any()):
         return gain

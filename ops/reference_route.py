@@ -13,11 +13,13 @@ from eyesplice.ops.layout import (
     PerRequest,
     Slot,
 )
+from eyesplice.ops.token_map import words_of
 from eyesplice.ops.work import Work
 
 
 def route_(
     token_map: Tensor,
+    program: Tensor,
     select: Tensor,
     work: list[Tensor],
     per_request: Tensor,
@@ -35,7 +37,10 @@ def route_(
     """Fill the per-token maps for one step, and begin it in the `WORK` tensors.
 
     Args:
-        token_map, select: int32 `[max_tokens]`, written in `[0, extent)`.
+        token_map: int32 `[tables, max_tokens]`, the words of each table's tokens, see
+            `token_map`; written in `[:, 0:extent)`.
+        program: int32 `[tables, rows, 1 + max_entries, WORDS]`, every table.
+        select: int32 `[max_tokens]`, written in `[0, extent)`.
         work: tensors of `layout.WORK`. Written are `slot_of_token` in `[0, extent)`,
             where each request's step begins and what it has `SEEN`, NaN in the `score`
             of tokens whose program has scores, and the head of `capture_log`.
@@ -56,27 +61,28 @@ def route_(
     starts = query_start_loc[: num_requests + 1].long()
     num_tokens = int(starts[-1]) if num_requests else 0
     for tensor in (token_map, select, state.slot_of_token):
-        tensor[:extent] = 0
+        tensor[..., :extent] = 0
     if not num_tokens:
         return
     lengths = starts[1:] - starts[:-1]
     request = torch.repeat_interleave(
         torch.arange(num_requests, device=lengths.device), lengths
     )
-    token_map[:num_tokens] = per_request[PerRequest.ROW][request]
+    rows = per_request[PerRequest.ROW][request]
+    token_map[:, :num_tokens] = words_of(program, rows)
     state.slot_of_token[:num_tokens] = per_request[PerRequest.SLOT][request]
     _begin(state, per_request[:, :num_requests], starts, positions)
-    tokens = token_map[:num_tokens].nonzero()[:, 0]
+    tokens = rows.nonzero()[:, 0]
     if not len(tokens):
         return
-    request = request[tokens]
+    request, rows = request[tokens], rows[tokens].long()
     slots = per_request[PerRequest.SLOT].long()
     view = _View(
-        clauses=clauses[token_map[tokens].long()].long(),
+        clauses=clauses[rows].long(),
         position=positions[tokens].long(),
         prompt_len=per_request[PerRequest.PROMPT_LEN][request].long(),
         token_id=token_ids_of_step[tokens].long(),
-        token_ids=token_ids[token_map[tokens].long()].long(),
+        token_ids=token_ids[rows].long(),
         token_sets=token_sets,
         request=request,
         seen=state.slots[slots[request], Slot.SEEN].long() & _MASK,

@@ -5,7 +5,6 @@ from typing import Final, Protocol
 
 from eyesplice.ops.layout import GENERAL, Function, Opcode, Stage
 
-
 MAX_ADDS: Final = 7
 """Vectors that a program which only adds vectors may add at one boundary."""
 

@@ -69,18 +69,27 @@ def run(
     if token_sets is None:
         token_sets = torch.zeros(4, 32, dtype=torch.int32)
     embedding = torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(9))
+    kinds = [("pre", NUM_LAYERS)] + [
+        (kind, layer)
+        for layer in range(NUM_LAYERS)
+        for kind in ("pre", "mid", "router")
+    ]
+    empty = pack([], MAX_ENTRIES)
+    rows = [pack(program.tables.get(Table(*at), ()), MAX_ENTRIES) for at in kinds]
+    packed = torch.stack([torch.stack([empty, row]) for row in rows])
     finals, scores, selects, captured, begin = [], [], [], {}, 0
     for length in steps:
-        rows, select = torch.zeros(2, num_tokens, dtype=torch.int32)
+        words = torch.zeros(len(kinds), num_tokens, dtype=torch.int32)
+        select = torch.zeros(num_tokens, dtype=torch.int32)
         positions = torch.arange(begin, begin + length)
         ids = torch.tensor(token_ids[begin : begin + length])
         starts = torch.tensor([0, length], dtype=torch.int32)
         reference.route_(
-            *(rows, select, work, per_request, starts, positions, ids, clauses),
-            *(listed, token_sets, 1, length, 0, 64),
+            *(words, packed, select, work, per_request, starts, positions, ids),
+            *(clauses, listed, token_sets, 1, length, 0, 64),
         )
-        state = (rows, select)
-        finals.append(_forward(program, vectors, embedding[ids], state, work))
+        own = dict(zip(kinds, zip(words, packed, strict=True), strict=True))
+        finals.append(_forward(own, select, vectors, embedding[ids], work))
         reference.collect_(
             work, select, reads, per_request, starts, positions, num_requests=1
         )
@@ -96,18 +105,17 @@ def run(
 
 
 def _forward(
-    program: Program,
+    own: dict[tuple[str, int], tuple[Tensor, Tensor]],
+    select: Tensor,
     vectors: Vectors,
     stream: Tensor,
-    maps: tuple[Tensor, Tensor],
     work: list[Tensor],
 ) -> Tensor:
     bank, weight = vectors.bank(), torch.ones(HIDDEN)
 
     def tables(kind: str, layer: int):
-        entries = program.tables.get(Table(kind, layer), ())
-        packed = torch.stack([pack([], MAX_ENTRIES), pack(entries, MAX_ENTRIES)])
-        return (*maps, packed, bank, work, int(ALL_FAMILIES))
+        token_map, packed = own[kind, layer]
+        return (token_map, select, packed, bank, work, int(ALL_FAMILIES))
 
     def boundary(kind: str, layer: int, branch: Tensor | None) -> Tensor:
         return reference.boundary_(

@@ -182,12 +182,13 @@ class Engine:
         self.router.step(kept, starts, positions, ids, len(tokens), lengths)
         routed = self.router.take_step()
         for layer, site in enumerate(SITES):
+            place = self.buffers.index[site.table[0]]
             contracts.inline_(
                 torch.stack([value(layer, *token) for token in tokens]),
                 Stage.STREAM,
-                self.buffers.token_map,
+                self.buffers.token_map[place],
                 self.buffers.select,
-                self.buffers.program[self.buffers.index[site.table[0]]],
+                self.buffers.program[place],
                 self.buffers.bank,
                 self.buffers.work,
                 int(ALL_FAMILIES),

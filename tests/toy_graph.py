@@ -143,23 +143,36 @@ class Model(nn.Module):
             norm_op="toy::norm",
             custom=custom or NO_CUSTOM_SITES,
         )
-        self.rows = torch.zeros(64, dtype=torch.int32)
         self.select = torch.full((64,), -1, dtype=torch.int32)
         self.bank = torch.randn(3, HIDDEN)
         self.weights = [torch.randn(c.rows, HIDDEN) for c in self.plan.custom]
         self.work = empty_work(64, 2, 2, 4, HIDDEN, torch.float32, "cpu")
-        empty = table_of()
-        self.programs = {table: empty.clone() for table in self.plan.tables()}
-        for number, module in enumerate(self.layers):
-            module.number = number
-            module.tables = [
-                self.programs[table] for table in self.plan.tables_of_layer(number)
-            ]
-            module.weights = [
-                self.weights[c.number] for c in self.plan.custom_of_layer(number)
-            ]
-            module.shared = [self.rows, self.select, self.bank, *self.work]
+        self.lay_tables(self.plan)
+        for module in self.layers:
             module.register_forward_pre_hook(_anchor)
+
+    def lay_tables(self, plan):
+        """Hang the tables of a plan on the layers, with nothing in them."""
+        self.plan, tables, empty = plan, plan.tables(), table_of()
+        self.programs = {table: empty.clone() for table in tables}
+        self.token_map = torch.zeros(len(tables), 64, dtype=torch.int32)
+        self.maps = dict(zip(tables, self.token_map, strict=True))
+        for number, module in enumerate(self.layers):
+            own = plan.tables_of_layer(number)
+            module.number = number
+            module.tables = [self.programs[table] for table in own]
+            module.tables += [self.maps[table] for table in own]
+            module.weights = [
+                self.weights[c.number] for c in plan.custom_of_layer(number)
+            ]
+            module.shared = [self.select, self.bank, *self.work]
+
+    def occupy(self, active, *tables):
+        """Give the active tokens work at these tables, and the others at all others."""
+        active = torch.as_tensor(active, dtype=torch.int32)
+        self.token_map[:, : len(active)] = 1 - active
+        for table in tables:
+            self.maps[table][: len(active)] = active
 
     def forward(self, input_ids, inputs_embeds=None):
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds

@@ -118,8 +118,8 @@ def test_layers(bench: Bench) -> None:
 def test_memory(bench: Bench) -> None:
     memory.run(bench)
     found = record(bench, "memory")
-    # 32-bit words a token, and fp32 rows; no GPU measures them here.
-    assert found["tables"]["token_map"] == 4 * 512
+    # 32-bit words a token and boundary, and fp32 rows; no GPU measures them here.
+    assert found["tables"]["token_map"] == 4 * 512 * (2 * NUM_LAYERS + 1)
     assert found["tables"]["bank"] == 4 * 1024 * HIDDEN_SIZE
     assert found["user_tensors"] == (256 + 1) * 4 * HIDDEN_SIZE
     assert found["sum"] == sum(found["tables"].values())

@@ -217,13 +217,15 @@ def test_known_forms_are_armed_where_their_values_are(layer: type[Layer]):
     forms = _forms(report)
     assert forms.pop("router.logits") == {None}
     assert all(found == {"module"} for found in forms.values()), forms
-    buffers.token_map[:] = 1
     buffers.select[:] = 1
     for site, value in expected.items():
         table, stage = site.table
         read = Entry(opcode=Opcode.READ, stage=stage, clause_mask=1, v=1)
         buffers.program.zero_()
         buffers.program[buffers.index[table], 1] = pack((read,), 4)
+        # Only this table's map says that there is anything to do.
+        buffers.token_map.zero_()
+        buffers.token_map[buffers.index[table]] = 1
         model(IDS)
         dots = value @ buffers.bank[1]
         torch.testing.assert_close(buffers.score[:, 0], dots, atol=1e-4, rtol=1e-4)

@@ -15,6 +15,7 @@ from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.integration.uploads import Uploads
 from eyesplice.ops.layout import ClauseKind, Opcode, Stage
+from eyesplice.ops.token_map import ROW_MASK
 
 ROOM, ENTRIES, LAYERS = 3, 2, 4
 
@@ -118,7 +119,13 @@ class Step:
         zeros = torch.zeros(len(ids)).long()
         lengths = np.ones(len(ids), dtype=np.int32)
         self.router.step(ids, starts, zeros, zeros, len(ids), lengths)
-        return self.buffers.token_map.tolist()[: len(ids)]
+        maps = self.buffers.token_map[:, : len(ids)] & ROW_MASK
+        # A token has one row, or none where its program does nothing.
+        return maps.amax(dim=0).tolist()
+
+    def words(self, tokens: int) -> list[list[int]]:
+        """The words of the first tokens in every table."""
+        return self.buffers.token_map[:, :tokens].tolist()
 
 
 def test_an_id_that_is_used_again_gets_its_own_program(buffers: Buffers):
@@ -147,3 +154,30 @@ def test_the_maps_are_cleared_once_and_then_left_alone(buffers: Buffers):
     assert step.rows("b") == [0]
     buffers.token_map.fill_(7)
     assert step.rows("b") == [7], "an idle engine writes nothing"
+
+
+def test_a_token_is_idle_in_the_tables_that_its_program_leaves_alone(
+    buffers: Buffers,
+):
+    """`_program(1)` adds vector 1 at layer 1 and, twice, at layer 2."""
+    step = Step(buffers)
+    step.router.begin("a", _program(1), 4)
+    step.router.begin("b", _program(2), 4)
+    a, idle, b = step.rows("a", "c", "b")
+    assert a and b and a != b and not idle
+    vector = 1 << 13
+    once, twice = vector + (1 << 28), vector + (2 << 28)
+    tables = [buffers.index[Table("mid", layer)] for layer in range(LAYERS)]
+    words = step.words(4)
+    assert [words[table] for table in tables] == [
+        [0, 0, 0, 0],
+        [a + once, 0, 0, 0],
+        [a + twice, 0, b + once, 0],
+        [0, 0, 0, 0],
+    ]
+
+
+def test_every_map_begins_where_a_kernel_likes_it(buffers: Buffers):
+    assert buffers.token_map.shape == (LAYERS, 8)
+    for token_map in buffers.token_map:
+        assert token_map.data_ptr() % 64 == 0

@@ -11,6 +11,7 @@ import torch
 from eyesplice.ops import reference
 from eyesplice.ops.inputs import Case
 from eyesplice.ops.layout import PRESERVE_NORM, Function, Opcode, Stage
+from eyesplice.ops.token_map import ROW_MASK
 from eyesplice.ops.tolerances import INTERPRETED, ROUNDING, error_bound
 
 FREE = 1e30
@@ -50,7 +51,8 @@ def boundary(case: Case) -> Boundary:
 def run(value: Value, case: Case, stage: Stage) -> Value:
     """The entries of one stage, for all tokens of a program at once."""
     exact, size = value.exact.clone(), value.size.clone()
-    rows, select = (table[: exact.shape[0]] for table in case.tables[:2])
+    words, select = (table[: exact.shape[0]] for table in case.tables[:2])
+    rows = words & ROW_MASK
     for row, program in enumerate(case.programs, start=1):
         for entry in program:
             at = (rows == row) & ((select & entry.clause_mask) != 0)

@@ -12,9 +12,12 @@ from eyesplice.ops.layout import (
     MAX_TOKEN_IDS,
     RANGE_START_FROM_PROMPT_END,
     RANGE_STOP_FROM_PROMPT_END,
+    WORDS,
     ClauseKind,
+    Header,
     LogHead,
     Slot,
+    Word,
 )
 from eyesplice.ops.work import empty_work
 from tests.kernels.world import Plan, Request, World
@@ -68,6 +71,47 @@ def table(programs):
     return rows
 
 
+TABLES = 5
+HEADERS = [
+    # END_NORMED, ADDS, U of the first entry, what the word holds beside the row
+    (1, 0, 9, 0),
+    (0, 7, 9, None),
+    (1, 1, 1, 1 << 28 | 1 << 13),
+    (7, 7, 32767, 7 << 28 | 32767 << 13),
+    (1, 1, 32768, 0),
+    (2, 2, 0, 0),
+    (3, 0, POISON, 0),
+]
+"""Header fields by hand; None: the program has nothing to do at the boundary."""
+
+
+def header_of(k, row):
+    """That of a row in table k; row 0 would do something, were it looked at."""
+    return HEADERS[(3 * k + row) % len(HEADERS)] if row else HEADERS[2]
+
+
+def program_tables(num_tables, num_rows, device):
+    """int32 `[tables, rows, 1 + 2, WORDS]`, poison but for what a map is made from."""
+    tables = poisoned((num_tables, num_rows, 3, WORDS), torch.int32, "cpu")
+    for k in range(num_tables):
+        for row in range(num_rows):
+            end, adds, u, _ = header_of(k, row)
+            tables[k, row, 0, [Header.END_NORMED, Header.ADDS]] = int32(
+                [end, adds], "cpu", 0
+            )
+            tables[k, row, 1, Word.U] = u
+    return tables.to(device)
+
+
+def words_of_rows(k, rows):
+    """The words of tokens whose programs are in these rows, in table k."""
+    more = [header_of(k, row)[3] for row in rows]
+    return [
+        0 if row == 0 or word is None else row | word
+        for row, word in zip(rows, more, strict=True)
+    ]
+
+
 def int32(values, device, spare=3):
     """Values, then poison that no request may read."""
     return torch.tensor([*values, *[POISON] * spare], dtype=torch.int32, device=device)
@@ -81,7 +125,9 @@ def route(device, requests, extent, programs, max_tokens=None, ops=launch):
         positions += range(first, first + count)
     size = max_tokens or extent
     filled = torch.full((size,), POISON, dtype=torch.int32)
-    rows, select = guarded(filled.to(device)), guarded(filled.to(device))
+    # Maps are apart, as they are in an engine.
+    maps = guarded(filled.new_full((TABLES, size + 3), POISON).to(device))
+    select = guarded(filled.to(device))
     work = empty_work(size, 7, 2, 1, 8, torch.float32, device)
     slots = guarded(filled.to(device))
     fields = [
@@ -91,7 +137,8 @@ def route(device, requests, extent, programs, max_tokens=None, ops=launch):
         [0] * len(requests),
     ]
     ops.route_(
-        rows.tensor,
+        maps.tensor[:, :size],
+        program_tables(TABLES, len(programs), device),
         select.tensor,
         list(work._replace(slot_of_token=slots.tensor)),
         torch.stack([int32(field, device) for field in fields]),
@@ -106,7 +153,7 @@ def route(device, requests, extent, programs, max_tokens=None, ops=launch):
         5,
         3,
     )
-    assert rows.intact() and select.intact() and slots.intact()
+    assert maps.intact() and select.intact() and slots.intact()
     assert work.capture_log[0, : len(LogHead)].tolist() == [0, 5, 3]
     for i, (row, prompt_len, first, count) in enumerate(requests):
         fields = work.slots[1 + i, [Slot.FIRST_TOKEN, Slot.FIRST_POSITION]].tolist()
@@ -119,7 +166,8 @@ def route(device, requests, extent, programs, max_tokens=None, ops=launch):
     assert not work.slots[0].any()
     assert (slots.tensor[starts[-1] : extent] == 0).all()
     assert (slots.tensor[extent:] == POISON).all()
-    return rows.tensor.tolist(), select.tensor.tolist()
+    assert (maps.tensor[:, extent:] == POISON).all()
+    return maps.tensor[:, :size].tolist(), select.tensor.tolist()
 
 
 def expected(requests, extent, programs, max_tokens=None):
@@ -131,7 +179,8 @@ def expected(requests, extent, programs, max_tokens=None):
             select.append(bits)
     idle = [0] * (extent - len(rows))
     untouched = [POISON] * ((max_tokens or extent) - extent)
-    return rows + idle + untouched, select + idle + untouched
+    maps = [words_of_rows(k, rows) + idle + untouched for k in range(TABLES)]
+    return maps, select + idle + untouched
 
 
 PROGRAMS = [[], CLAUSES, LAST_BIT]
@@ -164,8 +213,8 @@ def test_bit_31_feeds_a_mask(device):
     clauses = [(ClauseKind.ALL, 0, 0, 0)] * 32
     clauses[30] = (ClauseKind.AND, 2**30 - 1, 0, 0)
     clauses[31] = (ClauseKind.NOR, -(2**31), 0, 0)
-    rows, select = route(device, [(1, 4, 0, 1)], 1, [[], clauses])
-    assert (rows, select) == ([1], [-1])
+    _, select = route(device, [(1, 4, 0, 1)], 1, [[], clauses])
+    assert select == [-1]
 
 
 def test_agrees_with_the_reference(device):
@@ -190,6 +239,10 @@ def test_agrees_with_the_reference(device):
     per_request[2] = torch.arange(1, 13)
     per_request[3] = integers(0, 3, 12)
     per_request[:, per_request[0] == 0] = 0
+    programs = integers(-(2**31), 2**31 - 1, 9, 5, 4, WORDS)
+    programs[:, :, 0, Header.END_NORMED] = integers(0, 3, 9, 5)
+    programs[:, :, 0, Header.ADDS] = integers(0, 8, 9, 5)
+    programs[:, :, 1, Word.U] = integers(-3, 2**16, 9, 5)
     args = (
         per_request,
         starts,
@@ -201,13 +254,17 @@ def test_agrees_with_the_reference(device):
     )
     results = []
     for ops in (reference, launch):
-        maps = torch.full((2, num_tokens + 6), POISON, dtype=torch.int32)
+        words = torch.full((9, num_tokens + 6), POISON, dtype=torch.int32)
+        select = words[0].clone()
         work = empty_work(num_tokens + 3, 13, 2, 1, 8, torch.float32, "cpu")
         work.score.zero_()
         where = "cpu" if ops is reference else device
-        tensors = [tensor.to(where) for tensor in (*maps, *work)]
-        inputs = [arg.to(where) for arg in args]
-        ops.route_(*tensors[:2], tensors[2:], *inputs, 12, num_tokens + 3, 0, 0)
+        tensors = [tensor.to(where) for tensor in (words, select, *work)]
+        first, inputs = programs.to(where), [arg.to(where) for arg in args]
+        ops.route_(
+            *(tensors[0], first, tensors[1], tensors[2:]),
+            *(*inputs, 12, num_tokens + 3, 0, 0),
+        )
         results.append([tensor.cpu() for tensor in tensors])
     for low, high in zip(*results, strict=True):
         assert torch.equal(low.nan_to_num(nan=-5.0), high.nan_to_num(nan=-5.0))
@@ -217,6 +274,62 @@ def test_agrees_with_the_reference(device):
 def test_extent_beyond_the_maps_is_refused(device):
     with pytest.raises(ValueError, match="extent 9"):
         route(device, [], 9, PROGRAMS, max_tokens=8)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_tables", [1, 2, 65, 300])
+def test_every_table_has_a_map_of_its_own(num_tables, name, device):
+    """Requests of 1, 63 and 2000 tokens, one without a program, and idle tokens."""
+    lengths, rows = [1, 63, 1, 2000, 7, 0, 1], [3, 1, 0, 2, 4, 1, 5]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    extent = starts[-1] + 50
+    size = extent + 5
+    words = poisoned((num_tables, size), torch.int32, device)
+    work = empty_work(size, 1, 1, 1, 8, torch.float32, device)
+    no_clauses = torch.zeros(6, MAX_CLAUSES, CLAUSE_WORDS, dtype=torch.int32)
+    no_ids = torch.zeros(6, MAX_TOKEN_IDS, dtype=torch.int32, device=device)
+    IMPLEMENTATIONS[name].route_(
+        words,
+        program_tables(num_tables, 6, device),
+        poisoned((size,), torch.int32, device),
+        list(work),
+        torch.stack([int32(rows, device), *[int32([0] * 7, device)] * 3]),
+        int32(starts, device),
+        torch.arange(size, device=device),
+        torch.zeros(size, dtype=torch.int64, device=device),
+        no_clauses.to(device),
+        no_ids,
+        no_ids[:1],
+        len(rows),
+        extent,
+        0,
+        0,
+    )
+    of_tokens = [row for row, n in zip(rows, lengths, strict=True) for _ in range(n)]
+    for k, found in enumerate(words.tolist()):
+        expected = words_of_rows(k, of_tokens)
+        assert found == expected + [0] * 50 + [POISON] * 5, k
+
+
+def test_maps_of_other_tables_and_programs_with_gaps_are_refused(device):
+    def attempt(maps, programs):
+        work = empty_work(8, 1, 1, 1, 8, torch.float32, device)
+        some = torch.zeros(4, 2, dtype=torch.int32, device=device)
+        clauses = table([[]]).to(device)
+        launch.route_(
+            *(maps, programs, maps[0], list(work), some, some[0], some[0].long()),
+            *(some[0], clauses, some, some, 0, 8, 0, 0),
+        )
+
+    maps = torch.zeros(3, 8, dtype=torch.int32, device=device)
+    programs = program_tables(3, 2, device)
+    attempt(maps, programs)
+    with pytest.raises(ValueError, match="2 maps for 3 tables"):
+        attempt(maps[:2], programs)
+    with pytest.raises(ValueError, match="slots must be contiguous"):
+        attempt(maps, programs[:, :, ::2])
+    with pytest.raises(ValueError, match="token_map: rows must be contiguous"):
+        attempt(maps[:, ::2], programs)
 
 
 IDS = {"a": [7, 3, 31, 67, 7, 9, 96, 31, 0, 7], "b": [31, 7, 7, 128, -1, 3]}
@@ -289,11 +402,12 @@ def test_after_a_token_blocks_ago(name, device):
     clauses[1, 30] = torch.tensor([ClauseKind.RANGE, 2600, INT32_MAX, 0])
     clauses[1, 31] = torch.tensor([ClauseKind.AFTER, 1 << 30, 0, 0])
     work = empty_work(count, 2, 1, 1, 8, torch.float32, device)
-    rows, select = torch.zeros(2, count, dtype=torch.int32, device=device)
+    words, select = torch.zeros(2, count, dtype=torch.int32, device=device)
     ids = torch.zeros(2, MAX_TOKEN_IDS, dtype=torch.int32, device=device)
     for begin, end in ((0, count), (count, 2 * count)):
         IMPLEMENTATIONS[name].route_(
-            rows,
+            words[None],
+            program_tables(1, 2, device),
             select,
             list(work),
             int32([1, 9, 1, 0], device, 0)[:, None],

@@ -66,9 +66,7 @@ class World:
         # A score that nobody reset must show.
         self.work.score.fill_(1e6)
         self.work.capture.fill_(torch.nan)
-        self.rows, self.select = (
-            poisoned((MAX_TOKENS,), torch.int32, device) for _ in range(2)
-        )
+        self.select = poisoned((MAX_TOKENS,), torch.int32, device)
         self.seen, self.scores, self.written = {}, {}, {}
         self._pack()
 
@@ -88,10 +86,15 @@ class World:
         self.clauses, self.ids, self.reads, self.sets = (
             tensor.to(self.device) for tensor in (clauses, ids, reads, sets)
         )
-        self.tables = [
-            pack_programs([plan.tables[i] for plan in self.plans], 12).to(self.device)
-            for i in range(max((len(plan.tables) for plan in self.plans), default=0))
+        number = max((len(plan.tables) for plan in self.plans), default=0)
+        tables = [
+            pack_programs([plan.tables[i] for plan in self.plans], 12)
+            for i in range(number)
         ]
+        # One more, in which nobody has anything to do.
+        tables.append(pack_programs([[] for _ in self.plans], 12))
+        self.tables = torch.stack(tables).to(self.device)
+        self.token_map = poisoned((number + 1, MAX_TOKENS), torch.int32, self.device)
 
     def step(self, *spans, limit=CAPTURE_ROWS, start=0):
         """One step; spans are (name of the request, tokens), in the batch's order."""
@@ -104,7 +107,8 @@ class World:
         spares = len(where) + 3
         work = list(self.work)
         self.ops.route_(
-            self.rows,
+            self.token_map,
+            self.tables,
             self.select,
             work,
             *batch,
@@ -119,11 +123,11 @@ class World:
         value = torch.full((spares, self.bank.shape[1]), torch.nan).to(self.bank)
         for token, (name, position) in enumerate(where):
             value[token] = self.requests[name].values[position].to(value)
-        for table in self.tables:
+        for token_map, table in zip(self.token_map, self.tables, strict=True):
             self.ops.inline_(
                 value,
                 int(Stage.STREAM),
-                self.rows,
+                token_map,
                 self.select,
                 table,
                 self.bank,

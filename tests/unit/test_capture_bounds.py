@@ -10,6 +10,7 @@ from eyesplice.fx_passes.program import (
     Clause,
     Entry,
     Program,
+    pack,
     pack_clauses,
     pack_token_ids,
 )
@@ -108,10 +109,12 @@ def test_no_token_is_captured_that_the_bounds_leave_out(circuit, token_ids):
     per_request = torch.zeros(4, 1, dtype=torch.int32)
     per_request[[PerRequest.ROW, PerRequest.SLOT]] = 1
     per_request[PerRequest.PROMPT_LEN] = PROMPT
-    rows, select = torch.zeros(2, TOKENS, dtype=torch.int32)
+    words, select = torch.zeros(2, TOKENS, dtype=torch.int32)
+    programs = torch.stack([pack((), 1)] * 2)[None]
     sets = torch.full((1, 1), 0b1010, dtype=torch.int32)
     reference.route_(
-        *(rows, select, work, per_request),
+        *(words[None], programs, select),
+        *(work, per_request),
         torch.tensor([0, TOKENS], dtype=torch.int32),
         torch.arange(TOKENS),
         torch.tensor(token_ids),

@@ -197,6 +197,7 @@ def route(requests, clauses, extent):
     table = torch.zeros(2, MAX_CLAUSES, CLAUSE_WORDS, dtype=torch.int32)
     for j, clause in clauses.items():
         table[1, j] = torch.tensor(clause)
+    program = pack_programs([[Entry(Opcode.MASK, Stage.STREAM)]], 1)[None]
     counts = torch.tensor([0, *(request[3] for request in requests)])
     positions = [first + i for _, _, first, count in requests for i in range(count)]
     maps = torch.full((2, extent + 2), 99, dtype=torch.int32)
@@ -204,7 +205,9 @@ def route(requests, clauses, extent):
     for i, (row, prompt_len, _, _) in enumerate(requests):
         per_request[:, i] = torch.tensor([row, prompt_len, i + 1, 0])
     reference.route_(
-        *maps,
+        maps[:1],
+        program,
+        maps[1],
         list(empty_work(extent + 2, len(requests) + 1, 1, 1, 8, torch.float32, "cpu")),
         per_request,
         counts.cumsum(0).int(),

@@ -116,7 +116,7 @@ class World:
         contracts.inline_(
             value(positions),
             Stage.STREAM,
-            self.buffers.token_map,
+            self.buffers.token_map[0],
             self.buffers.select,
             self.buffers.program[0],
             self.buffers.bank,

@@ -43,7 +43,7 @@ def switch_on(model, gain=0.7):
     entry = Entry(stage=Stage.BRANCH, opcode=Opcode.CUSTOM, clause_mask=1, gain=gain)
     for one in model.plan.custom:
         model.programs[one.table].copy_(torch.stack([pack((), 4), pack((entry,), 4)]))
-    model.rows[:TOKENS] = ACTIVE.int()
+    model.occupy(ACTIVE, *(one.table for one in model.plan.custom))
 
 
 def bent(value, weight, gain=0.7):
@@ -175,7 +175,9 @@ def test_entries_of_the_same_value_come_before_the_own_op(layer, submodule):
     model = Model(layer, custom=custom((1, submodule)))
     switch_on(model)
     table, stage = Site(1, submodule).table
-    model.programs[model.plan.custom.table_of(table, stage)].copy_(table_of(stage, 1.5))
+    own = model.plan.custom.table_of(table, stage)
+    model.programs[own].copy_(table_of(stage, 1.5))
+    model.occupy(ACTIVE, own, *(one.table for one in model.plan.custom))
     added = 1.5 * model.bank[1] * ACTIVE[:, None]
     edits = {(1, submodule): [lambda v: v + added, *edits_of(model)[1, submodule]]}
     with torch.no_grad():

@@ -85,7 +85,7 @@ def test_a_program_acts_where_its_site_says(layer, submodule):
     plain = spliced(IDS)
     table, stage = Site(0, submodule).table
     model.programs[table].copy_(table_of(stage, 1.5))
-    model.rows[1:3] = 1
+    model.occupy([0, 1, 1, 0, 0], table)
     changed = spliced(IDS)
     moved = (changed - plain).abs().amax(dim=-1) > 1e-4
     assert moved.tolist() == [False, True, True, False, False]
@@ -135,7 +135,7 @@ def test_a_stream_that_is_an_input_is_not_written_to(layer):
     plain = spliced(None, inputs_embeds=embeds)
     table, stage = Site(0, "residual.pre").table
     model.programs[table].copy_(table_of(stage, 9.0))
-    model.rows.fill_(1)
+    model.occupy([1] * TOKENS, table)
     assert (spliced(None, inputs_embeds=embeds) - plain).abs().max() > 1e-3
     assert torch.equal(embeds, before)
 
@@ -213,7 +213,7 @@ def test_an_add_that_comes_late_belongs_to_the_layer_before(submodule):
     assert not spliced.report.missing
     table, stage = Site(0, submodule).table
     model.programs[table].copy_(table_of(stage, 1.0))
-    model.rows[1:3] = 1
+    model.occupy([0, 1, 1, 0, 0], table)
     edit = {1: model.bank[1], 2: model.bank[1]}
 
     def by_hand():
@@ -261,11 +261,7 @@ def _only(chosen) -> Model:
     """The fused model, armed at the boundaries with these numbers and nowhere else."""
     model = Model(FusedLayer, wanted=())
     wanted = frozenset(BOUNDARIES[number] for number in chosen)
-    model.plan = dataclasses.replace(model.plan, wanted=wanted)
-    model.programs = {table: table_of() for table in model.plan.tables()}
-    for number, layer in enumerate(model.layers):
-        tables = model.plan.tables_of_layer(number)
-        layer.tables = [model.programs[table] for table in tables]
+    model.lay_tables(dataclasses.replace(model.plan, wanted=wanted))
     return model
 
 
@@ -303,7 +299,7 @@ def test_a_program_at_the_only_boundary_acts_there_as_by_hand(number):
     model = _only((number,))
     (table,) = model.programs
     spliced = Spliced(model)
-    model.rows[1:3] = 1
+    model.occupy([0, 1, 1, 0, 0], table)
     for stage in Stage:
         if number == 0 and stage == Stage.BRANCH:
             continue
