@@ -15,18 +15,21 @@ _VECTOR_MASK = tl.constexpr(VECTOR_MASK)
 
 
 @triton.jit
-def _vector_number(p_entry, some):
-    """U of an entry, 0 unless `some`."""
-    return tl.load(p_entry + U, mask=some, other=0, eviction_policy="evict_last")
+def _some(p_word, some):
+    """`constant`, 0 unless `some`."""
+    return tl.load(p_word, mask=some, other=0, eviction_policy="evict_last")
 
 
 @triton.jit
-def _mask_and_gain(p_entry, some):
-    """(CLAUSE_MASK, GAIN) of an entry in one load of 64 bits, 0 unless `some`."""
-    p_both = (p_entry + CLAUSE_MASK).to(tl.pointer_type(tl.int64))
-    both = tl.load(p_both, mask=some, other=0, eviction_policy="evict_last")
-    gain = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return both.to(tl.int32), gain
+def _both(p_entry):
+    """CLAUSE_MASK and GAIN of an entry, neighbours that one load of 64 bits brings."""
+    return (p_entry + CLAUSE_MASK).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _mask_and_gain(both):
+    """What `_both` points to, taken apart."""
+    return both.to(tl.int32), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -49,9 +52,9 @@ def first_adds(word, adds, p_row, p_bits, p_bank, bank_stride, o_h, m_h):
     """
     u = (word >> _ROW_BITS) & _VECTOR_MASK
     b_u = vector(p_bank, bank_stride, u, m_h, o_h)
-    u_1 = _vector_number(p_row + 2 * _WORDS, adds > 1)
-    u_2 = _vector_number(p_row + 3 * _WORDS, adds > 2)
-    u_3 = _vector_number(p_row + 4 * _WORDS, adds > 3)
+    u_1 = _some(p_row + 2 * _WORDS + U, adds > 1)
+    u_2 = _some(p_row + 3 * _WORDS + U, adds > 2)
+    u_3 = _some(p_row + 4 * _WORDS + U, adds > 3)
     return b_u, u_1, u_2, u_3, constant(p_bits)
 
 
@@ -69,22 +72,22 @@ def run_adds(b_h, adds, first, p_row, p_bank, bank_stride, o_h, m_h):
     p_1 = p_row + 2 * _WORDS
     p_2 = p_row + 3 * _WORDS
     p_3 = p_row + 4 * _WORDS
-    b_u1 = vector(p_bank, bank_stride, u_1, m_h & (adds > 1), o_h)
-    b_u2 = vector(p_bank, bank_stride, u_2, m_h & (adds > 2), o_h)
-    b_u3 = vector(p_bank, bank_stride, u_3, m_h & (adds > 3), o_h)
-    mask, gain = _mask_and_gain(p_row + _WORDS, adds > 0)
-    mask_1, gain_1 = _mask_and_gain(p_1, adds > 1)
-    mask_2, gain_2 = _mask_and_gain(p_2, adds > 2)
-    mask_3, gain_3 = _mask_and_gain(p_3, adds > 3)
+    b_u1 = vector(p_bank, bank_stride, u_1, tl.where(adds > 1, m_h, False), o_h)
+    b_u2 = vector(p_bank, bank_stride, u_2, tl.where(adds > 2, m_h, False), o_h)
+    b_u3 = vector(p_bank, bank_stride, u_3, tl.where(adds > 3, m_h, False), o_h)
+    mask, gain = _mask_and_gain(_some(_both(p_row + _WORDS), adds > 0))
+    mask_1, gain_1 = _mask_and_gain(_some(_both(p_1), adds > 1))
+    mask_2, gain_2 = _mask_and_gain(_some(_both(p_2), adds > 2))
+    mask_3, gain_3 = _mask_and_gain(_some(_both(p_3), adds > 3))
     b_h = _add(b_h, b_u, select, mask, gain)
     if adds > 1:
         b_h = _add(b_h, b_u1, select, mask_1, gain_1)
         b_h = _add(b_h, b_u2, select, mask_2, gain_2)
         b_h = _add(b_h, b_u3, select, mask_3, gain_3)
-        for i in tl.range(4, adds, loop_unroll_factor=1):
+        for i in range(4, adds):
             p_entry = p_row + (1 + i) * _WORDS
-            b_u = vector(p_bank, bank_stride, _vector_number(p_entry, True), m_h, o_h)
-            mask, gain = _mask_and_gain(p_entry, True)
+            b_u = vector(p_bank, bank_stride, _some(p_entry + U, adds > 1), m_h, o_h)
+            mask, gain = _mask_and_gain(_some(_both(p_entry), adds > 1))
             b_h = _add(b_h, b_u, select, mask, gain)
     return b_h
 
@@ -97,9 +100,11 @@ def run_adds_in_turn(b_h, adds, p_row, p_bits, p_bank, bank_stride, o_h, m_h):
     """
     select = constant(p_bits)
     p_entry = p_row + _WORDS
-    for _ in tl.range(adds, loop_unroll_factor=1):
-        b_u = vector(p_bank, bank_stride, _vector_number(p_entry, True), m_h, o_h)
-        mask, gain = _mask_and_gain(p_entry, True)
+    # It always holds. Without it the assembler unrolls the loop, and spills before it.
+    some = adds != 0
+    for _ in range(adds):
+        b_u = vector(p_bank, bank_stride, _some(p_entry + U, some), m_h, o_h)
+        mask, gain = _mask_and_gain(_some(_both(p_entry), some))
         b_h = _add(b_h, b_u, select, mask, gain)
         p_entry += _WORDS
     return b_h

@@ -88,20 +88,18 @@ def _load(p_h, p_p, p_x, m_h, HAS_BRANCH: tl.constexpr, HAS_PENDING: tl.constexp
 @triton.jit
 def _before(loaded, HAS_PENDING: tl.constexpr):
     """stream + pending, fp32."""
-    b_s, b_p, b_x = loaded
-    b_h = b_s.to(tl.float32)
+    b_h = loaded[0].to(tl.float32)
     if HAS_PENDING:
-        b_h += b_p.to(tl.float32)
+        b_h += loaded[1].to(tl.float32)
     return b_h
 
 
 @triton.jit
 def _total(loaded, HAS_BRANCH: tl.constexpr, HAS_PENDING: tl.constexpr):
     """stream + pending + branch, fp32."""
-    b_s, b_p, b_x = loaded
     b_h = _before(loaded, HAS_PENDING)
     if HAS_BRANCH:
-        b_h += b_x.to(tl.float32)
+        b_h += loaded[2].to(tl.float32)
     return b_h
 
 
