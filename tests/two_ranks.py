@@ -1,15 +1,79 @@
 """One model on two worker processes, asked by hand: `python -m tests.two_ranks FILE`.
 
-Reads `model`, `vectors` and `asks` from the JSON file; prints one JSON line with the
-answers and with what each rank's tables hold after the last step. A program of its own,
-because an engine on two ranks cannot share a process with others.
+Reads `model`, `vectors`, `asks` and `options` of the engine from the JSON file; prints one
+JSON line with the answers and with what each rank's tables hold after the last step. A
+program of its own, because an engine on two ranks cannot share a process with others.
 """
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from tests.engine import Ask, prompt, write
+
+ROOT: Final = Path(__file__).parents[1]
+
+_DOT: Final = {
+    "read": "dot",
+    "name": "p",
+    "weight": "v1",
+    "layers": [1],
+    "submodule": "residual.post",
+}
+
+
+def _gated(gate: str) -> dict[str, Any]:
+    return {
+        "reads": [_DOT],
+        "writes": [{**write("v2", [2]), "scale": 3.0, "gate": gate}],
+    }
+
+
+ASKS: Final = (
+    Ask(prompt(9, 1), None, max_tokens=12),
+    Ask(prompt(12, 2), {"writes": [write("v0", "all")]}, max_tokens=12),
+    Ask(prompt(7, 3), {"writes": [{**write("v3", [2]), "write": "ablate"}]}, 12),
+    Ask(prompt(20, 4), _gated("p >= 0"), max_tokens=12),
+    Ask(prompt(20, 5), _gated("p.mean >= -15"), max_tokens=12),
+    Ask(prompt(20, 6), _gated("latch(p >= 80)"), max_tokens=12),
+)
+"""A plain request, a vector at every layer, an ablation, and gates of three kinds."""
+
+
+def asked(
+    file: Path,
+    model: Path,
+    vectors: Path,
+    options: Mapping[str, Any],
+    env: Mapping[str, str],
+    asks: Sequence[Ask] = ASKS,
+) -> dict[str, Any]:
+    """What this program prints, run in a process of its own.
+
+    Args:
+        file: to write what it reads.
+        model, vectors: folders.
+        options: of the engine.
+        env: its environment.
+        asks: the requests of one batch.
+    """
+    requests = [
+        {"prompt": list(a.prompt), "spec": a.spec, "max_tokens": a.max_tokens}
+        for a in asks
+    ]
+    given = {"model": str(model), "vectors": str(vectors), "asks": requests}
+    file.write_text(json.dumps(given | {"options": dict(options)}))
+    command = [sys.executable, "-m", "tests.two_ranks", str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def tables(worker: Any) -> dict[str, Any]:
@@ -28,12 +92,9 @@ def main() -> None:
     given = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM, SamplingParams
 
-    from tests.engine import ENGINE_OPTIONS
-
     llm = LLM(
         given["model"],
-        **ENGINE_OPTIONS,
-        tensor_parallel_size=2,
+        **given["options"],
         distributed_executor_backend="mp",
         additional_config={"eyesplice": {"vectors": given["vectors"]}},
     )

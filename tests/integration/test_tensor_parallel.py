@@ -1,41 +1,17 @@
 """Two ranks answer as one does, and hold the same receipts, conditions and scores."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests import oracle as judge
-from tests.engine import Ask, Engine, prompt, write
+from tests.engine import ENGINE_OPTIONS, Engine
 from tests.oracle import Intervention, Oracle
+from tests.two_ranks import ASKS, asked
 
 pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).parents[2]
-DOT = {"read": "dot", "name": "p", "weight": "v1", "layers": [1]}
-DOT["submodule"] = "residual.post"
-
-
-def _gated(gate: str) -> dict[str, Any]:
-    return {
-        "reads": [DOT],
-        "writes": [{**write("v2", [2]), "scale": 3.0, "gate": gate}],
-    }
-
-
-ASKS = [
-    Ask(prompt(9, 1), None, max_tokens=12),
-    Ask(prompt(12, 2), {"writes": [write("v0", "all")]}, max_tokens=12),
-    Ask(prompt(7, 3), {"writes": [{**write("v3", [2]), "write": "ablate"}]}, 12),
-    Ask(prompt(20, 4), _gated("p >= 0"), max_tokens=12),
-    Ask(prompt(20, 5), _gated("p.mean >= -15"), max_tokens=12),
-    Ask(prompt(20, 6), _gated("latch(p >= 80)"), max_tokens=12),
-]
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +19,11 @@ def two_ranks(
     models: Any, vectors: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What `tests.two_ranks` printed."""
-    given = tmp_path_factory.mktemp("ranks") / "asks.json"
-    asks = [
-        {"prompt": list(a.prompt), "spec": a.spec, "max_tokens": a.max_tokens}
-        for a in ASKS
-    ]
-    given.write_text(
-        json.dumps(
-            {
-                "model": str(models["llama"]),
-                "vectors": str(vectors.folder),
-                "asks": asks,
-            }
-        )
-    )
+    file = tmp_path_factory.mktemp("ranks") / "asks.json"
     env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    command = [sys.executable, "-m", "tests.two_ranks", str(given)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    options = {**ENGINE_OPTIONS, "tensor_parallel_size": 2}
+    return asked(file, models["llama"], vectors.folder, options, env)
 
 
 def test_both_ranks_hold_the_same(two_ranks: dict[str, Any]):
