@@ -6,6 +6,7 @@ after it. A step that may need more rows than a half has gets the whole buffer.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class Region:
         return min(self.limit, self.bound)
 
 
+NO_ROWS: Final = Region()
+"""For a step that captures nothing."""
+
+
 class CaptureRing:
     """Hands the regions out, and makes each step wait for the copies of its region."""
 
@@ -40,7 +45,7 @@ class CaptureRing:
     def region(self, bound: int) -> Region:
         """The rows for a step that can capture `bound` rows at most."""
         if bound <= 0:
-            return Region()
+            return NO_ROWS
         if bound > self._half:
             self._wait(0)
             self._wait(1)

@@ -13,84 +13,154 @@ from eyesplice.integration.captures import Region
 from eyesplice.ops.layout import LOG_WORDS, MAX_FUNCTIONS, SLOT_WORDS
 
 _COUNT_WORDS: Final = 2 * MAX_FUNCTIONS
+_HOST: Final = torch.device("cpu")
+
+
+class StepCopies:
+    """Copies one range of `Buffers.words` after each step, and what that takes, kept."""
+
+    def __init__(self, buffers: Buffers, stream: torch.cuda.Stream | None) -> None:
+        """No copy yet.
+
+        Args:
+            buffers: what the ops write.
+            stream: does the copies, and nothing else; None on a CPU.
+        """
+        self.first: Final = buffers.first
+        self.num_slots: Final = buffers.rows
+        self.num_scores: Final = buffers.score.shape[1]
+        self._words = buffers.words
+        self._slots_end = self.first["slots"] + buffers.rows * SLOT_WORDS
+        self._stream = stream
+        self._ready = None if stream is None else torch.cuda.Event()
+        self._arrived: list[torch.cuda.Event] = []
+        self._range = (0, 0)
+        self._view = self._words[:0]
+
+    def start(self, first_slot: int, tokens: int, *, log: bool) -> "StepCopy":
+        """Start a copy, after all that the current stream has to do.
+
+        Args:
+            first_slot: the lowest slot in use.
+            tokens: tokens up to the last one that can have a score.
+            log: whether anything may have been captured.
+        """
+        begin = self.first["counts"] + first_slot * _COUNT_WORDS
+        if log:
+            begin = self.first["capture_log"]
+        end = self._slots_end
+        if tokens:
+            end = self.first["score"] + tokens * self.num_scores
+        if self._range != (begin, end):
+            self._range, self._view = (begin, end), self._words[begin:end]
+        words, done = self._copy()
+        return StepCopy(self, words, done, begin, first_slot, tokens)
+
+    def _copy(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        if self._stream is None or self._ready is None:
+            return self._view.clone(), None
+        current = torch.cuda.current_stream()
+        # Whoever waits for an event waits for its last recording before that.
+        self._ready.record(current)
+        self._ready.wait(self._stream)
+        torch.cuda.set_stream(self._stream)
+        try:
+            words = self._view.to(_HOST, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(current)
+        # A blocking event sleeps instead of keeping the driver's lock busy.
+        done = self._arrived.pop() if self._arrived else torch.cuda.Event(blocking=True)
+        done.record(self._stream)
+        return words, done
+
+    def give_back(self, done: torch.cuda.Event) -> None:
+        """Let a later copy use the event of one that has arrived.
+
+        What still waits for the event by then waits for the later copy too: too long at
+        worst, since all copies are on one stream.
+        """
+        self._arrived.append(done)
 
 
 class StepCopy:
-    """One range of `Buffers.words`: what a step counted, scored and logged.
+    """The copy after one step: what it counted, scored and logged.
 
     Attributes:
         done: when it has arrived; None on a CPU.
         first_slot: the slot of the first row of `counts` and `slots`.
     """
 
+    __slots__ = (
+        "_begin",
+        "_copies",
+        "_host",
+        "_tokens",
+        "_words",
+        "done",
+        "first_slot",
+    )
+
     def __init__(
         self,
-        buffers: Buffers,
+        copies: StepCopies,
+        words: Tensor,
+        done: torch.cuda.Event | None,
+        begin: int,
         first_slot: int,
         tokens: int,
-        stream: torch.cuda.Stream | None,
-        *,
-        log: bool,
     ) -> None:
-        """Start the copy, after all that the current stream has to do.
-
-        Args:
-            buffers: what the ops wrote.
-            first_slot: the lowest slot in use.
-            tokens: tokens up to the last one that can have a score.
-            stream: does the copy; None on a CPU.
-            log: whether anything may have been captured.
-        """
+        """A copy that was started; `words` are those from `begin` on."""
+        self.done = done
         self.first_slot = first_slot
-        self._first = buffers.first
-        self._num_slots = buffers.rows - self.first_slot
-        self._num_scores = buffers.score.shape[1]
-        self._tokens = tokens
-        begin = buffers.first["counts"] + first_slot * _COUNT_WORDS
-        if log:
-            begin = buffers.first["capture_log"]
-        end = buffers.first["slots"] + buffers.rows * SLOT_WORDS
-        if tokens:
-            end = buffers.first["score"] + tokens * self._num_scores
+        self._copies = copies
+        self._words = words
+        self._host: NDArray[np.int32] | None = None
         self._begin = begin
-        self._words, self.done = copy_out(buffers.words[begin:end], stream)
+        self._tokens = tokens
 
     def wait(self) -> None:
         """Return once it has arrived."""
         if self.done is not None:
             self.done.synchronize()
 
+    def release(self) -> None:
+        """Give the event back: it has arrived and nothing will wait for it any more."""
+        if self.done is not None:
+            self._copies.give_back(self.done)
+            self.done = None
+
     @property
     def counts(self) -> NDArray[np.int32]:
         """`[slots, 2, MAX_FUNCTIONS]`, from `first_slot` on."""
-        first = self._first["counts"] + self.first_slot * _COUNT_WORDS
-        return self._part(first, self._num_slots, _COUNT_WORDS).reshape(
-            -1, 2, MAX_FUNCTIONS
-        )
+        first = self._copies.first["counts"] + self.first_slot * _COUNT_WORDS
+        rows = self._copies.num_slots - self.first_slot
+        return self._part(first, rows, _COUNT_WORDS).reshape(-1, 2, MAX_FUNCTIONS)
 
     @property
     def slots(self) -> NDArray[np.int32]:
         """`[slots, SLOT_WORDS]`, from `first_slot` on."""
-        first = self._first["slots"] + self.first_slot * SLOT_WORDS
-        return self._part(first, self._num_slots, SLOT_WORDS)
+        first = self._copies.first["slots"] + self.first_slot * SLOT_WORDS
+        rows = self._copies.num_slots - self.first_slot
+        return self._part(first, rows, SLOT_WORDS)
 
     @property
     def score(self) -> NDArray[np.float32]:
         """`[tokens, scores]`, up to the last token that can have one."""
-        words = self._part(self._first["score"], self._tokens, self._num_scores)
-        return words.view(np.float32)
+        first, width = self._copies.first["score"], self._copies.num_scores
+        return self._part(first, self._tokens, width).view(np.float32)
 
     @property
     def log(self) -> NDArray[np.int32]:
         """`[1 + capture rows, LOG_WORDS]` of a step that may have captured."""
-        first = self._first["capture_log"]
-        rows = (self._first["counts"] - first) // LOG_WORDS
+        first = self._copies.first["capture_log"]
+        rows = (self._copies.first["counts"] - first) // LOG_WORDS
         return self._part(first, rows, LOG_WORDS)
 
     def _part(self, first: int, rows: int, width: int) -> NDArray[np.int32]:
         begin = first - self._begin
-        host: NDArray[np.int32] = self._words.numpy()
-        return host[begin : begin + rows * width].reshape(rows, width)
+        if self._host is None:
+            self._host = self._words.numpy()
+        return self._host[begin : begin + rows * width].reshape(rows, width)
 
 
 class CapturedRows:
@@ -144,29 +214,25 @@ class CapturedRows:
             start = self._region.start
             if self._stream is not None and self._captured is not None:
                 self._stream.wait_event(self._captured)
-            self._rows, self._done = copy_out(
-                self._capture[start : start + count], self._stream, wait=False
-            )
+            rows = self._capture[start : start + count]
+            self._rows, self._done = _copy_out(rows, self._stream)
         return self._rows
 
 
-def copy_out(
-    tensor: Tensor, stream: torch.cuda.Stream | None, *, wait: bool = True
+def _copy_out(
+    tensor: Tensor, stream: torch.cuda.Stream | None
 ) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy on the host, pinned where it is not waited for, and when it is there.
 
     Args:
         tensor: contiguous.
         stream: does the copy; None on a CPU.
-        wait: for what the current stream has to do.
     """
     if stream is None:
         return tensor.clone(), None
-    if wait:
-        stream.wait_stream(torch.cuda.current_stream())
+    # Maybe in a thread that another device is current in.
     with torch.cuda.stream(stream):
-        copy = tensor.to("cpu", non_blocking=True)
-        # A blocking event sleeps instead of keeping the driver's lock busy.
+        copy = tensor.to(_HOST, non_blocking=True)
         done = torch.cuda.Event(blocking=True)
         done.record(stream)
     return copy, done

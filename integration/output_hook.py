@@ -82,16 +82,19 @@ def _process_outputs(
 ) -> Any:
     if not answers.owed():
         return original(processor, engine_core_outputs, *args, **kwargs)
-    for output in engine_core_outputs:
+    for output in [out for out in engine_core_outputs if out.kv_transfer_params]:
         params = output.kv_transfer_params
-        if params and KEY in params:
+        if KEY in params:
             answers.receive(output.request_id, params[KEY])
             rest = {key: value for key, value in params.items() if key != KEY}
             output.kv_transfer_params = rest or None
     result = original(processor, engine_core_outputs, *args, **kwargs)
-    for output in engine_core_outputs:
-        if output.request_id not in processor.request_states:
-            answers.forget(output.request_id)
+    states, ids = (
+        processor.request_states,
+        [out.request_id for out in engine_core_outputs],
+    )
+    for request_id in [request_id for request_id in ids if request_id not in states]:
+        answers.forget(request_id)
     return result
 
 

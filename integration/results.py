@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eyesplice.fx_passes.sites import Submodule
 from eyesplice.integration.buffers import Buffers
-from eyesplice.integration.captures import CaptureRing, Region
-from eyesplice.integration.copies import CapturedRows, StepCopy
+from eyesplice.integration.captures import NO_ROWS, CaptureRing, Region
+from eyesplice.integration.copies import CapturedRows, StepCopies, StepCopy
 from eyesplice.integration.raw_answers import Captured, StepAnswer, StepScores
 from eyesplice.integration.roster import Batch, Column
 from eyesplice.ops import contracts
@@ -80,10 +80,12 @@ class Results:
         self._dtype = str(buffers.capture.dtype).removeprefix("torch.")
         on_cuda = buffers.device.type == "cuda"
         # Rows that a step's count asks for must not wait behind the next step's copy.
-        self._streams = [
+        of_steps, self._row_stream = (
             torch.cuda.Stream(buffers.device) if on_cuda else None for _ in range(2)
-        ]
+        )
+        self._copies = StepCopies(buffers, of_steps)
         self._copied: torch.cuda.Event | None = None
+        self._work = buffers.work
 
     def before_step(self) -> None:
         """Let the ops of the step wait until the last step's results are copied."""
@@ -98,7 +100,7 @@ class Results:
     def region(self, batch: Batch, lengths: NDArray[np.int64]) -> Region:
         """The rows of `capture` for a step of the batch."""
         if not batch.capturing or batch.serial == self._captured_serial:
-            return Region()
+            return NO_ROWS
         table = batch.table
         slots, prompt = table[Column.SLOT], table[Column.PROMPT_LEN]
         begin = self._position[slots]
@@ -131,18 +133,14 @@ class Results:
             return None
         if not batch.place:
             return Pending(lambda: self._refusals(batch))
-        copies = StepCopy(
-            self._buffers,
-            batch.first_slot,
-            _last_scored(step),
-            self._streams[0],
-            log=step.region.rows > 0,
+        copies = self._copies.start(
+            batch.first_slot, _last_scored(step), log=step.region.rows > 0
         )
         self._copied = copies.done
         rows = None
         if step.region.rows:
             rows = CapturedRows(
-                self._buffers.capture, step.region, self._streams[1], copies.done
+                self._buffers.capture, step.region, self._row_stream, copies.done
             )
             self._ring.copying(step.region, rows.make_way)
         return Pending(lambda: self._order(step, copies, rows))
@@ -150,7 +148,7 @@ class Results:
     def collect(self, step: Step) -> None:
         """Take scores and latches over to the step after this one."""
         contracts.collect_(
-            self._buffers.work,
+            self._work,
             self._buffers.select,
             self._buffers.reads,
             step.batch.per_request,
@@ -178,7 +176,7 @@ class Results:
     ) -> StepAnswer:
         copies.wait()
         batch = step.batch
-        return StepAnswer(
+        answer = StepAnswer(
             serial=batch.serial,
             place=batch.place,
             first_slot=copies.first_slot,
@@ -190,6 +188,9 @@ class Results:
             dtype=self._dtype,
             widths=self._widths,
         )
+        # The captured rows, which wait for it as well, are here by now.
+        copies.release()
+        return answer
 
     def _captured(
         self, step: Step, copies: StepCopy, copied: CapturedRows
@@ -225,14 +226,15 @@ def _last_scored(step: Step) -> int:
 
 def _scores(step: Step, copies: StepCopy) -> StepScores:
     batch, scored = step.batch, step.batch.scored
-    slots = batch.table[Column.SLOT, scored].astype(np.int64)
-    ends = np.cumsum(step.lengths)
+    lengths = step.lengths[scored]
     return StepScores(
-        requests=[batch.request_ids[place] for place in scored.tolist()],
-        slots=slots,
-        columns=batch.table[Column.SCORES, scored],
-        first_position=copies.slots[slots - copies.first_slot, Slot.FIRST_POSITION],
-        first_row=ends[scored] - step.lengths[scored],
-        lengths=step.lengths[scored],
-        rows=copies.score[:, : int(batch.table[Column.SCORES].max())],
+        requests=batch.scored_requests,
+        slots=batch.scored_slots,
+        columns=batch.scored_columns,
+        first_position=copies.slots[
+            batch.scored_slots - copies.first_slot, Slot.FIRST_POSITION
+        ],
+        first_row=np.cumsum(step.lengths)[scored] - lengths,
+        lengths=lengths,
+        rows=copies.score[:, : batch.most_scores],
     )

@@ -49,6 +49,9 @@ class Batch:
         functions: of the program that has most.
         collects: whether gates look at what earlier steps scored or latched.
         scored: the requests that have scores, by their place in the batch.
+        scored_requests, scored_slots, scored_columns: of each its id, slot (int64) and
+            how many scores; `most_scores` is the most of them.
+        reads: whether a program has scores or captures.
     """
 
     def __init__(
@@ -80,11 +83,11 @@ class Batch:
         self.functions = int(table[Column.FUNCTIONS].max(initial=0))
         self.collects = bool(table[Column.LOOKS_BACK].any())
         self.scored = np.flatnonzero(table[Column.SCORES])
-
-    @property
-    def reads(self) -> bool:
-        """Whether a program has scores or captures."""
-        return bool(self.capturing) or bool(len(self.scored))
+        self.scored_requests = [request_ids[place] for place in self.scored.tolist()]
+        self.scored_slots = slots[self.scored].astype(np.int64)
+        self.scored_columns = table[Column.SCORES, self.scored]
+        self.most_scores = int(self.scored_columns.max(initial=0))
+        self.reads = bool(self.capturing) or bool(self.scored_requests)
 
 
 class Roster:

@@ -54,6 +54,7 @@ class Router:
         self._uploads = Uploads(buffers)
         self._programs = ProgramRows(buffers, self._uploads)
         self._slots = Slots(buffers, self._uploads)
+        self._work = buffers.work
         self._roster = Roster(buffers.rows - 1)
         self._active: dict[str, _Active] = {}
         self._refused: dict[str, str] = {}
@@ -199,7 +200,7 @@ class Router:
             buffers.token_map,
             buffers.program,
             buffers.select,
-            buffers.work,
+            self._work,
             batch.per_request,
             query_start_loc,
             positions,

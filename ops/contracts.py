@@ -22,7 +22,9 @@ functionalization would chain them through every op of the graph, and copy them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from functools import cache
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -99,16 +101,35 @@ def _anchor(tensors: Sequence[Tensor], layer: int) -> None:
     return None
 
 
+@cache
+def _launches() -> ModuleType:
+    from eyesplice.ops import launch
+
+    return launch
+
+
 def _cuda(name: str) -> Callable[..., Tensor | None]:
     """An implementation that imports the Triton kernel at its first call."""
 
     def run(*args: object) -> Tensor | None:
-        from eyesplice.ops import launch
-
-        result: Tensor | None = getattr(launch, name)(*args)
+        result: Tensor | None = getattr(_launches(), name)(*args)
         return result
 
     run.__name__ = f"{name}cuda"
+    return run
+
+
+def _past_dispatch(name: str) -> Callable[..., None]:
+    """The op for the host, which calls it at each step: on a GPU without dispatch.
+
+    Its arguments are given by position; the second is a tensor.
+    """
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    on_cuda = _cuda(name)
+
+    def run(*args: Any) -> None:
+        (on_cuda if args[1].is_cuda else op)(*args)
+
     return run
 
 
@@ -132,5 +153,5 @@ boundary_: Final = torch.ops.eyesplice.boundary_.default
 inline_: Final = torch.ops.eyesplice.inline_.default
 custom_gain: Final = torch.ops.eyesplice.custom_gain.default
 anchor: Final = torch.ops.eyesplice.anchor.default
-route_: Final = torch.ops.eyesplice.route_.default
-collect_: Final = torch.ops.eyesplice.collect_.default
+route_: Final = _past_dispatch("route_")
+collect_: Final = _past_dispatch("collect_")

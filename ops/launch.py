@@ -18,6 +18,7 @@ from eyesplice.ops.kernel_inline import inline_kernel
 from eyesplice.ops.kernel_route import route_kernel
 from eyesplice.ops.launch_checks import check_program, check_rows, check_tables, work_of
 from eyesplice.ops.launch_custom import custom_gain
+from eyesplice.ops.relaunch import Relaunch
 
 __all__ = [
     "Launch",
@@ -43,6 +44,11 @@ REGISTERS: Final = 65536
 
 EARLY_ROWS: Final = 32
 """Rows up to which a boundary starts while the kernel before still runs."""
+
+_LISTS: Final = ("p_per_request", "p_query_start_loc", "p_positions")
+_COUNTS: Final = ("num_requests", "extent", "capture_start", "capture_limit")
+_ROUTE: Final = Relaunch(route_kernel, (*_LISTS, "p_token_ids_of_step", *_COUNTS))
+_COLLECT: Final = Relaunch(collect_kernel, _LISTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +273,13 @@ def route_(
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
+    step = (per_request, query_start_loc, positions, token_ids_of_step)
+    counts = (num_requests, extent, capture_start, capture_limit)
+    fixed = (token_map, program, select, *work, clauses, token_ids, token_sets)
+    call = (num_requests + 1, fixed, step + counts)
+    room = min(token_map.shape[-1], select.shape[-1], work[0].shape[-1])
+    if extent <= room and _ROUTE.again(*call):
+        return
     maps = {"token_map": token_map, "select": select}
     lists = {"per_request": per_request, "query_start_loc": query_start_loc}
     more = {"positions": positions, "token_ids_of_step": token_ids_of_step}
@@ -280,11 +293,11 @@ def route_(
     if token_map.shape[0] != num_tables:
         raise ValueError(f"{token_map.shape[0]} maps for {num_tables} tables")
     state = work_of(0, work)
-    room = min(t.shape[-1] for t in (token_map, select, state.slot_of_token))
     if extent > room:
         raise ValueError(f"extent {extent} is more than the {room} maps")
     tables = _block(num_tables)
-    route_kernel[(num_requests + 1,)](
+    _ROUTE.launch(
+        *call,
         token_map,
         program,
         select,
@@ -330,6 +343,10 @@ def collect_(
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
+    step = (per_request, query_start_loc, positions)
+    call = (num_requests, (select, *work, reads), step)
+    if num_requests and _COLLECT.again(*call):
+        return
     maps = {"select": select, "reads": reads, "per_request": per_request}
     lists = {"query_start_loc": query_start_loc, "positions": positions}
     for name, tensor in (maps | lists).items():
@@ -337,7 +354,8 @@ def collect_(
     state = work_of(0, work)
     if num_requests == 0:
         return
-    collect_kernel[(num_requests,)](
+    _COLLECT.launch(
+        *call,
         state,
         select,
         reads,

@@ -271,6 +271,39 @@ def test_agrees_with_the_reference(device):
     assert results[0][5].isnan().any() and (results[0][5] == 0).any()
 
 
+def test_a_step_after_another_of_the_same_tables(device):
+    """What is launched again has this step's requests, positions and extent."""
+    maps = torch.full((TABLES, 16), POISON, dtype=torch.int32, device=device)
+    program = program_tables(TABLES, len(PROGRAMS), device)
+    select = maps[0].clone()
+    work = list(empty_work(16, 4, 1, 1, 8, torch.float32, device))
+    clauses = table(PROGRAMS).to(device)
+    ids = poisoned((len(PROGRAMS), MAX_TOKEN_IDS), torch.int32, device)
+    sets = poisoned((1, 2), torch.int32, device)
+    row, prompt_len = 1, 6
+    for first, count, extent, start in ((0, 5, 9, 3), (5, 1, 5, 4), (6, 2, 16, 5)):
+        fields = [[row], [prompt_len], [1], [0]]
+        launch.route_(
+            *(maps, program, select, work),
+            torch.stack([int32(field, device) for field in fields]),
+            int32([0, count], device),
+            torch.tensor([*range(first, first + count), -1], device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            *(clauses, ids, sets, 1, extent, start, 1),
+        )
+        bits = [
+            expected_bits(PROGRAMS[row], first + token, prompt_len)
+            for token in range(count)
+        ]
+        idle = [0] * (extent - count)
+        for k, words in enumerate(maps[:, :extent].tolist()):
+            assert words == words_of_rows(k, [row] * count) + idle
+        assert select[:extent].tolist() == bits + idle
+        assert work[6][0, : len(LogHead)].tolist() == [0, start, 1]
+        maps[:, :extent] = select[:extent] = POISON
+    assert (maps == POISON).all() and (select == POISON).all()
+
+
 def test_extent_beyond_the_maps_is_refused(device):
     with pytest.raises(ValueError, match="extent 9"):
         route(device, [], 9, PROGRAMS, max_tokens=8)

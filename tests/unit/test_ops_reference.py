@@ -288,7 +288,7 @@ def test_a_graph_sees_only_what_it_reads_as_written():
     written = {
         name: [
             argument.name
-            for argument in getattr(contracts, name)._schema.arguments
+            for argument in getattr(torch.ops.eyesplice, name).default._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for name in ("boundary_", "inline_", "route_", "collect_", "anchor")

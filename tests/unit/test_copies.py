@@ -1,0 +1,156 @@
+"""The order of a step's copies on streams that only note what they are told."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from eyesplice.fx_passes.plan import SplicePlan
+from eyesplice.fx_passes.sites import Site
+from eyesplice.integration import copies as module
+from eyesplice.integration.buffers import Buffers, BufferSizes
+from eyesplice.integration.copies import StepCopies
+
+ROOM = 4
+
+
+@dataclass(eq=False)
+class Stream:
+    name: str
+    queue: list[object] = field(default_factory=list)
+
+
+class Event:
+    """What a stream or the host waits for is the recording that is the last by then."""
+
+    made = 0
+
+    def __init__(self, blocking=False):
+        self.blocking = blocking
+        self.recorded = None
+        Event.made += 1
+
+    def record(self, stream):
+        self.recorded = (stream.name, len(stream.queue))
+
+    def wait(self, stream):
+        assert self.recorded is not None
+        stream.queue.append(("after", self.recorded))
+
+    def synchronize(self):
+        assert self.blocking and self.recorded is not None
+
+
+class Cuda:
+    """The few names of `torch.cuda` that a copy needs."""
+
+    Event, Stream = Event, Stream
+
+    def __init__(self):
+        self.main = self.current = Stream("main")
+
+    def current_stream(self):
+        return self.current
+
+    def set_stream(self, stream):
+        self.current = stream
+
+
+class Words:
+    """A range of words whose copy is put on the stream that is current."""
+
+    def __init__(self, cuda, words, fails):
+        self.cuda, self.words, self.fails = cuda, words, fails
+
+    def __getitem__(self, part):
+        return Words(self.cuda, self.words[part], self.fails)
+
+    def to(self, device, *, non_blocking):
+        assert non_blocking and device == torch.device("cpu")
+        if self.fails:
+            raise RuntimeError("out of memory")
+        self.cuda.current.queue.append("copy")
+        return self.words.clone()
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = Cuda()
+    monkeypatch.setattr(module.torch, "cuda", fake)
+    Event.made = 0
+    return fake
+
+
+def buffers() -> Buffers:
+    plan = SplicePlan("layers", 1, frozenset({Site(0, "residual.mid")}))
+    sizes = BufferSizes(tokens=8, requests=ROOM, entries=1, bank_rows=1, width=4)
+    cpu = torch.device("cpu")
+    return Buffers.allocate(plan, sizes, dtype=torch.float32, device=cpu)
+
+
+def on_a_stream(cuda, fails=False):
+    side = Stream("side")
+    copies = StepCopies(buffers(), side)
+    copies._words = Words(cuda, copies._words, fails)
+    return copies, side
+
+
+def test_a_copy_follows_the_step_and_leaves_the_stream_as_it_was(cuda):
+    copies, side = on_a_stream(cuda)
+    for step in (1, 2):
+        cuda.main.queue.append("step")
+        found = copies.start(ROOM, 0, log=False)
+        assert cuda.current is cuda.main
+        assert cuda.main.queue == ["step"] * step
+        assert side.queue == [
+            entry for n in range(step) for entry in (("after", ("main", n + 1)), "copy")
+        ]
+        # It has arrived once the side stream has done all that was asked so far.
+        assert found.done.recorded == ("side", 2 * step)
+        found.wait()
+
+
+def test_the_stream_is_the_callers_again_when_a_copy_fails(cuda):
+    copies, _ = on_a_stream(cuda, fails=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copies.start(ROOM, 0, log=False)
+    assert cuda.current is cuda.main
+
+
+def test_an_event_is_used_again_only_after_its_release(cuda):
+    copies, _ = on_a_stream(cuda)
+    one, two = (copies.start(ROOM, 0, log=False) for _ in range(2))
+    of_one = one.done
+    assert of_one is not two.done and of_one.recorded != two.done.recorded
+    one.wait()
+    assert copies.start(ROOM, 0, log=False).done is not of_one
+    one.release()
+    one.release()
+    again = copies.start(ROOM, 0, log=False)
+    assert again.done is of_one
+    assert copies.start(ROOM, 0, log=False).done is not of_one
+    made = Event.made
+    for _ in range(5):
+        again.release()
+        again = copies.start(ROOM, 0, log=False)
+    assert Event.made == made
+
+
+def test_each_step_has_its_own_words_whatever_part_of_them_it_copies():
+    tables = buffers()
+    copies = StepCopies(tables, None)
+    found = []
+    for number, (first_slot, tokens, log) in enumerate(
+        [(3, 0, False), (3, 0, False), (1, 2, False), (3, 0, True), (1, 8, True)]
+    ):
+        tables.counts[3, 1, 5] = tables.slots[4, 0] = number
+        tables.score[0, 1] = tables.capture_log[1, 0] = number
+        found.append(copies.start(first_slot, tokens, log=log))
+    for number, copy in enumerate(found):
+        copy.wait()
+        assert copy.counts[3 - copy.first_slot, 1, 5] == number
+        assert copy.slots[4 - copy.first_slot, 0] == number
+        assert len(copy.counts) == len(copy.slots) == ROOM + 1 - copy.first_slot
+    assert [found[n].score[0, 1] for n in (2, 4)] == [2, 4]
+    assert [found[n].score.shape for n in (2, 4)] == [(2, 32), (8, 32)]
+    assert [found[n].log[1, 0] for n in (3, 4)] == [3, 4]
