@@ -1,5 +1,7 @@
 """Layouts that the kernels can read: what a launch looks at before it launches."""
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from eyesplice.ops.layout import WORDS
@@ -75,3 +77,9 @@ def check_tables(
     check_rows("bank", bank)
     if bank.shape[1] < width:
         raise ValueError(f"bank rows of {bank.shape[1]} are less than {width} wide")
+
+
+@lru_cache
+def block_of(width: int) -> int:
+    """The power of two that covers a row: what a Triton range can count to."""
+    return 1 << (width - 1).bit_length()

@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from eyesplice.ops import launch  # noqa: E402
+from eyesplice.ops import launch_step  # noqa: E402
 from eyesplice.ops.layout import (  # noqa: E402
     CLAUSE_WORDS,
     MAX_CLAUSES,
@@ -67,9 +67,9 @@ class Driver:
 
 
 def _forget_kernels() -> None:
-    for jit_function in (kernel, launch.route_kernel, launch.collect_kernel):
+    for jit_function in (kernel, launch_step.route_kernel, launch_step.collect_kernel):
         jit_function.device_caches.clear()
-    for relaunch in (launch._ROUTE, launch._COLLECT):
+    for relaunch in (launch_step._ROUTE, launch_step._COLLECT):
         relaunch._launched = None
     # A compiled kernel that goes asks the driver of its day to unload it.
     gc.collect()
@@ -206,11 +206,11 @@ class Steps:
         starts = self.starts[: requests + 1]
         lists = (self.lists[:], starts, self.positions[:extent])
         ids = self.step_ids[:extent]
-        launch.route_(
+        launch_step.route_(
             *(self.maps, self.program, self.select, self.work, *lists, ids),
             *(self.clauses, self.ids, self.sets, requests, extent, 1, 3),
         )
-        launch.collect_(self.work, self.select, self.reads, *lists, requests)
+        launch_step.collect_(self.work, self.select, self.reads, *lists, requests)
 
 
 def test_a_step_is_launched_again_as_it_is_at_first(device, monkeypatch):
@@ -220,12 +220,12 @@ def test_a_step_is_launched_again_as_it_is_at_first(device, monkeypatch):
         device.launches.clear()
         with monkeypatch.context() as patch:
             for name in ("route_kernel", "collect_kernel", "check_rows", "work_of"):
-                patch.setattr(launch, name, None)
+                patch.setattr(launch_step, name, None)
             patch.setattr(Relaunch, "launch", None)
             steps.step(**options)
         again = list(device.launches)
         device.launches.clear()
-        for relaunch in (launch._ROUTE, launch._COLLECT):
+        for relaunch in (launch_step._ROUTE, launch_step._COLLECT):
             relaunch._launched = None
         steps.step(**options)
         for mine, anew in zip(again, device.launches, strict=True):
