@@ -188,6 +188,9 @@ class RunnerHooks:
         get_output = output.get_output
 
         def with_results() -> Any:
+            # It would hold itself, and with it the step's copies in pinned memory,
+            # until the garbage collector comes.
+            del output.get_output
             result = get_output()
             setattr(result, KEY, pending.join())
             return result

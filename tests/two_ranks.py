@@ -1,8 +1,8 @@
 """One model on two worker processes, asked by hand: `python -m tests.two_ranks FILE`.
 
-Reads `model`, `vectors`, `asks` and `options` of the engine from the JSON file; prints one
-JSON line with the answers and with what each rank's tables hold after the last step. A
-program of its own, because an engine on two ranks cannot share a process with others.
+Reads `model`, `vectors`, `asks` and `options` of the engine from the JSON file, and puts in
+its place the answers and what each rank's tables hold after the last step. A program of
+its own, because an engine on two ranks cannot share a process with others.
 """
 
 import json
@@ -52,10 +52,10 @@ def asked(
     env: Mapping[str, str],
     asks: Sequence[Ask] = ASKS,
 ) -> dict[str, Any]:
-    """What this program prints, run in a process of its own.
+    """What this program answers, run in a process of its own.
 
     Args:
-        file: to write what it reads.
+        file: what it reads and writes.
         model, vectors: folders.
         options: of the engine.
         env: its environment.
@@ -72,7 +72,7 @@ def asked(
         command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
@@ -88,8 +88,9 @@ def tables(worker: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start the engine, ask, print."""
-    given = json.loads(Path(sys.argv[1]).read_text())
+    """Start the engine, ask, write."""
+    file = Path(sys.argv[1])
+    given = json.loads(file.read_text())
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -123,7 +124,7 @@ def main() -> None:
             }
         )
     ranks = llm.collective_rpc(tables)
-    print(json.dumps({"answers": answers, "ranks": ranks}), flush=True)
+    file.write_text(json.dumps({"answers": answers, "ranks": ranks}))
 
 
 if __name__ == "__main__":

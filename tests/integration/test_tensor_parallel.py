@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 def two_ranks(
     models: Any, vectors: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What `tests.two_ranks` printed."""
+    """What `tests.two_ranks` answered."""
     file = tmp_path_factory.mktemp("ranks") / "asks.json"
     env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
