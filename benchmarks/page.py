@@ -22,6 +22,9 @@ Record = Mapping[str, Any]
 _MIB: Final = 2**20
 _VANILLA: Final = "vanilla"
 _STEPS: Final = ("decode", "configs", "layers")
+_BOUNDARIES: Final = ("boundary_kernel", "rms_norm")
+"""Parts of the names of kernels that add and norm: eyesplice's and Inductor's."""
+
 _CLOCKS: Final = {
     "device": "CUDA graph on the device",
     "wall": "wall clock, host included",
@@ -104,8 +107,13 @@ def _sitting(number: int, sitting: Record) -> list[str]:
     ]
 
 
+def by_batch(record: Record) -> dict[str, Any]:
+    """A record's results, small batches first, in whatever order they were measured."""
+    return dict(sorted(record["results"].items(), key=lambda item: int(item[0])))
+
+
 def _steps(record: Record) -> list[str]:
-    results = record["results"]
+    results = by_batch(record)
     cases = next(iter(results.values()))
     lines: list[str] = []
     for clock, name in _CLOCKS.items():
@@ -180,6 +188,24 @@ def _memory(record: Record) -> list[str]:
     return table([f"{record['max_num_seqs']} requests at most", "MiB"], rows)
 
 
+def _trace(record: Record) -> list[str]:
+    rows = []
+    for batch, cases in by_batch(record).items():
+        for case, found in cases.items():
+            norms = [
+                kernel
+                for name, kernel in found["kernels"].items()
+                if any(part in name for part in _BOUNDARIES)
+            ]
+            calls = sum(kernel["calls"] for kernel in norms)
+            alone = sum(kernel["calls"] * kernel["us"] for kernel in norms)
+            whole = sum(kernel["sum_us"] for kernel in norms)
+            each = f"{alone / calls:.2f}" if calls else "-"
+            rows.append([batch, case, f"{calls:g}", each, f"{whole:.0f}"])
+    head = ["batch", "case", "norms with their adds", "us each", "us a step with gaps"]
+    return table(head, rows)
+
+
 def _startup(record: Record) -> list[str]:
     rows = [
         [
@@ -235,6 +261,7 @@ _SECTIONS: Final[dict[str, Callable[[Record], list[str]]]] = {
     "serve": _serve,
     "kernel": _kernel,
     "memory": _memory,
+    "trace": _trace,
     "startup": _startup,
     "host": _host,
     "capture": _capture,

@@ -6,7 +6,14 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from eyesplice.benchmarks.page import Record, case_of, filled, records_in, tables_of
+from eyesplice.benchmarks.page import (
+    Record,
+    by_batch,
+    case_of,
+    filled,
+    records_in,
+    tables_of,
+)
 from eyesplice.benchmarks.records import Refused
 
 _FOLDER: Final = "performance"
@@ -100,7 +107,7 @@ def percentages(found: Record) -> tuple[float, float, float]:
 
 
 def _steps(record: Record, axes: Any) -> None:
-    results = record["results"]
+    results = by_batch(record)
     first = next(iter(results.values()))
     device = first[_VANILLA]["device"]
     clock = "device" if device and device["ms"] else "wall"

@@ -447,7 +447,37 @@ def test_tables_hold_the_records_numbers() -> None:
     assert "engine-run1" not in found
     tables = page.tables_of({"decode-llama-8b": found["decode-llama-8b"]}, {})
     assert "NVIDIA H200, vllm 0.25.1" in tables
+    head = "| ms, CUDA graph on the device | batch 1 | batch 8 | batch 64 | batch 256 |"
+    assert head in tables
+    assert "| idle | 4.431 (-1.12% [-1.18, -1.06]) |" in tables
+
+
+def test_tables_of_records_without_intervals_give_the_range_of_rounds() -> None:
+    found = page.records_in(RESULTS / "earlier")
+    tables = page.tables_of({"decode-llama-8b": found["decode-llama-8b"]}, {})
     assert "| idle | 4.488 (-1.02%, rounds -1.10 to -0.96) |" in tables
+
+
+def test_a_trace_sums_up_the_kernels_that_add_and_norm() -> None:
+    kernels = {
+        "boundary_kernel": {"calls": 2, "us": 3.0, "gap_us": 0.5, "sum_us": 7.0},
+        "triton_red_fused_rms_norm_0": {
+            "calls": 1,
+            "us": 6.0,
+            "gap_us": 0.0,
+            "sum_us": 6.5,
+        },
+        "gemm": {"calls": 9, "us": 50.0, "gap_us": 0.0, "sum_us": 450.0},
+    }
+    results = {
+        "64": {"idle": {"us": 463.5, "kernels": kernels}},
+        "8": {"idle": {"us": 450.0, "kernels": {"gemm": kernels["gemm"]}}},
+    }
+    tables = page.tables_of({"trace-x": {"case": "trace", "results": results}}, {})
+    assert tables.splitlines()[-2:] == [
+        "| 8 | idle | 0 | - | 0 |",
+        "| 64 | idle | 3 | 4.00 | 14 |",
+    ]
 
 
 def test_the_page_in_docs_is_up_to_date() -> None:
