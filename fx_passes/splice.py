@@ -3,7 +3,7 @@
 Before, one boundary of a Llama layer in the Dynamo graph of vLLM (T tokens, H hidden):
 
     anchor = eyesplice.anchor(
-        [select, bank, *work, pre_1, mid_1, map_pre_1, map_mid_1], 1)
+        [select, bank, *work, mid_1, pre_1, map_mid_1, map_pre_1], 1)
     branch: bf16[T, H] = ...  # output of o_proj
     fused = vllm_ir.fused_add_rms_norm.maybe_inplace(branch, stream, weight, 1e-5, None)
     normed: bf16[T, H] = fused[0]
