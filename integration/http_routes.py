@@ -148,8 +148,9 @@ def register(request: Request, name: str) -> None:
     if not _handle(request).allows_registration:
         _refuse(
             HTTPStatus.FORBIDDEN,
-            "registration over HTTP is switched off; the key allow_registration of the "
-            "configuration allows it",
+            "registration over HTTP is switched off (allow_registration is false), and "
+            "this version has none yet: name apps and vectors in the configuration and "
+            "restart the engine",
         )
     _refuse(
         HTTPStatus.NOT_IMPLEMENTED,

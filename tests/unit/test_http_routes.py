@@ -116,6 +116,7 @@ def test_registration(engine, client, path, allowed, status):
     for method in ("PUT", "DELETE"):
         answer = client.request(method, "/v1/eyesplice" + path)
         assert answer.status_code == status
+        assert "in the configuration and restart the engine" in answer.text
 
 
 @pytest.mark.parametrize("path", ["/apps/b", "/vectors/b", "/vectors/a"])
