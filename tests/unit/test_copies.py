@@ -28,6 +28,8 @@ class Event:
     def __init__(self, blocking=False):
         self.blocking = blocking
         self.recorded = None
+        self.passed = False
+        self.waited = 0
         Event.made += 1
 
     def record(self, stream):
@@ -37,8 +39,13 @@ class Event:
         assert self.recorded is not None
         stream.queue.append(("after", self.recorded))
 
+    def query(self):
+        assert self.recorded is not None
+        return self.passed
+
     def synchronize(self):
         assert self.blocking and self.recorded is not None
+        self.waited += 1
 
 
 class Cuda:
@@ -108,6 +115,15 @@ def test_a_copy_follows_the_step_and_leaves_the_stream_as_it_was(cuda):
         # It has arrived once the side stream has done all that was asked so far.
         assert found.done.recorded == ("side", 2 * step)
         found.wait()
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_only_a_copy_that_has_not_arrived_is_waited_for(cuda, passed):
+    copies, _ = on_a_stream(cuda)
+    found = copies.start(ROOM, 0, log=False)
+    found.done.passed = passed
+    found.wait()
+    assert found.done.waited == (not passed)
 
 
 def test_the_stream_is_the_callers_again_when_a_copy_fails(cuda):
