@@ -1,4 +1,4 @@
-"""Programs that only add: the boundary kernel runs them on the idle tokens' path."""
+"""Programs that only add: the boundary kernel has ways of their own for them."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol

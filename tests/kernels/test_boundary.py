@@ -162,7 +162,7 @@ def test_programs_that_only_add(has_branch, dtype, device):
 
 
 def test_receipts_of_programs_that_only_add(device):
-    """The idle tokens' path counts what the general part counts."""
+    """The loop of simple programs counts what the general part counts."""
     counts = []
     for chosen in (launch.Launch(4), launch.Launch(4, simple=False)):
         case = simple_programs(device, torch.bfloat16, counted=True)
