@@ -27,6 +27,11 @@ class Replays:
 
         self._manager.run_fullgraph = kept
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is a full graph that can be replayed."""
+        return self._last is not None
+
     def burst(self) -> list[float]:
         """Seconds of a replay, from bursts of them; nothing without a full graph.
 

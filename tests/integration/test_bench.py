@@ -22,6 +22,7 @@ from eyesplice.benchmarks import (
     peers,
     serve,
     startup,
+    trace,
 )
 from eyesplice.benchmarks.bench import Bench, Pair
 from eyesplice.benchmarks.records import Refused
@@ -113,6 +114,12 @@ def test_layers(bench: Bench) -> None:
         "1 layer",
         "4 layers",
     }
+
+
+def test_a_trace_without_a_graph_of_a_step_is_refused(bench: Bench) -> None:
+    with pytest.raises(Refused, match="no kernels: this engine replays no graph"):
+        trace.run(bench, [2])
+    assert not (bench.out / "trace-llama.json").exists()
 
 
 def test_memory(bench: Bench) -> None:

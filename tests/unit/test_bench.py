@@ -6,6 +6,7 @@ import random
 import statistics
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from eyesplice.benchmarks import (
     plots,
     serve,
     startup,
+    trace,
+    trace_child,
 )
 from eyesplice.benchmarks.agreement import agreement
 from eyesplice.benchmarks.bench import Bench, Pair
@@ -393,6 +396,46 @@ def test_a_hook_is_timed_without_the_original(monkeypatch: pytest.MonkeyPatch) -
     assert clock.take() == {}
 
 
+def test_a_trace_is_summed_up_by_kernel() -> None:
+    """Two replays of a, b, a; the second b begins before the a in front has ended."""
+    kernels = [
+        *([10.0, 4.0, "a"], [15.0, 2.0, "b"], [17.5, 6.0, "a"]),
+        *([24.0, 4.0, "a"], [27.0, 3.0, "b"], [31.0, 8.0, "a"]),
+    ]
+    found = trace.summary(kernels, 2)
+    assert found == {
+        "us": (39.0 - 10.0) / 2,
+        "kernels": {
+            # Gaps before a: 0.5, 0.5, 1; before b: 1 and -1.
+            "a": {"calls": 2, "us": 5.0, "gap_us": 0.5, "sum_us": (22.0 + 2.0) / 2},
+            "b": {"calls": 1, "us": 2.5, "gap_us": 0.0, "sum_us": (5.0 + 0.0) / 2},
+        },
+    }
+    assert sum(of["sum_us"] for of in found["kernels"].values()) == found["us"]
+
+
+def test_a_trace_ends_with_the_kernel_that_ends_last() -> None:
+    found = trace.summary([[0.0, 9.0, "long"], [1.0, 2.0, "short"]], 1)
+    assert found["us"] == 9.0
+    assert found["kernels"]["short"]["gap_us"] == -8.0
+    assert trace.summary([[5.0, 3.0, "one"]], 1)["kernels"]["one"] == {
+        "calls": 1,
+        "us": 3.0,
+        "gap_us": 0.0,
+        "sum_us": 3.0,
+    }
+
+
+def test_an_engine_without_a_graph_of_a_step_has_no_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+    monkeypatch.setattr(trace_child, "steps", lambda *args, **command: range(4))
+    assert trace_child.kernels(llm, 2, [None])["kernels"] == []
+
+
 def test_cases_of_a_chain_keep_their_options() -> None:
     names = ["layers", "memory", "serve"]
     args = ["--out", "serve", "layers", "--batches", "1,2", "memory"]
@@ -404,7 +447,7 @@ def test_cases_of_a_chain_keep_their_options() -> None:
     assert split_cases(["--help"], names) == [["--help"]]
 
 
-@pytest.mark.parametrize("case", ["layers", "memory", "peers", "host"])
+@pytest.mark.parametrize("case", ["layers", "memory", "peers", "host", "trace"])
 def test_a_case_without_a_model_says_so(case: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path), case])
     assert done.exit_code == 1
@@ -413,7 +456,7 @@ def test_a_case_without_a_model_says_so(case: str, tmp_path: Path) -> None:
 
 CASES = (
     *("kernel", "decode", "serve", "configs", "layers", "capture", "host"),
-    *("startup", "memory", "peers", "plots"),
+    *("startup", "memory", "peers", "plots", "trace"),
 )
 
 
