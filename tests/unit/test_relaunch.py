@@ -237,3 +237,34 @@ def test_more_tokens_than_there_are_maps_are_refused_at_every_step(device):
     steps.step()
     with pytest.raises(ValueError, match="extent 33 is more than the 32 maps"):
         steps.step(extent=33)
+
+
+def test_two_engines_take_turns(device):
+    """What one engine's step launches is what it would launch alone."""
+    one, two = Steps(), Steps()
+    for steps in (one, two, two, one, one):
+        device.launches.clear()
+        steps.step()
+        in_turn = list(device.launches)
+        device.launches.clear()
+        for relaunch in (launch_step._ROUTE, launch_step._COLLECT):
+            relaunch._launched = None
+        steps.step()
+        for mine, anew in zip(in_turn, device.launches, strict=True):
+            assert_same(mine, anew)
+
+
+def test_another_layout_of_the_lists_is_not_launched_again(device):
+    steps, names = Steps(), launch_step.route_kernel.arg_names
+    stride = names.index("per_request_stride")
+    steps.step()
+    usual = steps.lists, steps.positions
+    steps.lists = torch.zeros(4, 65, dtype=torch.int32)
+    steps.step()
+    assert [args[stride] for _, args in device.launches[::2]] == [64, 65]
+    steps.lists, steps.positions = usual[0], torch.arange(64)[::2]
+    with pytest.raises(ValueError, match="positions: rows must be contiguous"):
+        steps.step()
+    steps.positions = usual[1]
+    steps.step()
+    assert device.launches[-2][1][stride] == 64
