@@ -40,16 +40,19 @@ class SomeEntry(Protocol):
 def simple(entries: Sequence[SomeEntry]) -> int:
     """`Header.SIMPLE` of a row: the number of its entries, or GENERAL.
 
-    Simple entries are ADD on x or h, and RANK1 with the identity on h, without a flag.
-    Since h = stream + x, and x itself is then seen by nobody, all may be run on h.
+    Simple entries are ADD, and RANK1 with the identity, on h without a flag. Not ADD on
+    x: where registers are short these rows take the general part, which adds to x before
+    x is added to the stream, and a token must have the same bits in any batch.
     """
-    return len(entries) if all(map(_adds, entries)) else GENERAL
+    simple_ = all(entry.stage == Stage.STREAM and _adds(entry) for entry in entries)
+    return len(entries) if simple_ else GENERAL
 
 
 def adds(entries: Sequence[SomeEntry]) -> int:
     """`Header.ADDS` of a row: how many vectors it adds, 0 if it does anything else.
 
-    ADD on x or h, neither flagged nor counted, MAX_ADDS of them at most.
+    ADD on x or h, neither flagged nor counted, MAX_ADDS of them at most. Since h =
+    stream + x, and x itself is then seen by nobody, all are run on h, in any batch.
     """
     plain = all(
         entry.opcode == Opcode.ADD and not entry.counter and _adds(entry)

@@ -7,6 +7,7 @@ from eyesplice.ops import launch
 from eyesplice.ops.inputs import (
     Entry,
     guarded,
+    map_words,
     pack_programs,
     poisoned,
     random_case,
@@ -114,13 +115,11 @@ USED = (1, 3, 6, 7, 8)
 """Rows of a random case's bank that are not poison."""
 
 
-def simple_entry(i, has_branch, counted):
-    """Every third projects, every fourth of the others is on x if there is one."""
-    project = i % 3 == 2
-    on_branch = has_branch and i % 4 == 1 and not project
+def simple_entry(i, counted):
+    """Every third projects."""
     return Entry(
-        Opcode.RANK1 if project else Opcode.ADD,
-        Stage.BRANCH if on_branch else Stage.STREAM,
+        Opcode.RANK1 if i % 3 == 2 else Opcode.ADD,
+        Stage.STREAM,
         u=USED[i % 5],
         v=USED[(i + 1) % 5],
         gain=0.5 - 0.1 * i,
@@ -139,8 +138,7 @@ def simple_programs(device, dtype, has_branch=True, counted=False):
         tokens, width, dtype, seed=9, device=device, has_branch=has_branch
     )
     programs = [
-        [simple_entry(i, has_branch, counted) for i in range(count)]
-        for count in range(1, 9)
+        [simple_entry(i, counted) for i in range(count)] for count in range(1, 9)
     ]
     case.token_map[:tokens] = torch.arange(tokens) % 9
     work = empty_work(tokens, 9, 3, 5, width, dtype, device)
@@ -172,11 +170,48 @@ def test_receipts_of_programs_that_only_add(device):
     assert torch.equal(*counts)
 
 
+ON_X = [Entry(Opcode.ADD, Stage.BRANCH, u=3, gain=0.7)]
+MIXED = [
+    Entry(Opcode.ADD, Stage.BRANCH if i % 2 else Stage.STREAM, u=USED[i % 5], gain=0.7)
+    for i in range(8)
+]
+PROJECTED = Entry(Opcode.RANK1, Stage.STREAM, u=6, v=7, gain=-1.0, in_scale=0.02)
+ADDING = {
+    "counted, on x": [dataclasses.replace(ON_X[0], counter=1, bit=1)],
+    "counted, on h": [Entry(Opcode.ADD, Stage.STREAM, u=3, counter=1, bit=1)],
+    "eight, on x and on h": MIXED,
+    "on x, and a projection": [*ON_X, PROJECTED],
+    "two on x": ON_X * 2,
+}
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_the_size_of_a_batch_changes_no_bit(name, device):
+    """It decides whether simple programs have their loop, and where vectors load."""
+    entries = sorted(ADDING[name], key=lambda entry: entry.stage)
+    case = random_case(12, 576, torch.float32, seed=3, device=device)
+    case.token_map[:12] = map_words([t % 2 for t in range(12)], [entries]).to(device)
+    work = empty_work(12, 2, 3, 5, 576, torch.float32, device)
+    case = dataclasses.replace(
+        case,
+        programs=(tuple(entries),),
+        program=pack_programs([entries], 9).to(device),
+        work=work,
+    )
+    few = run(case, launch=launch.Launch(4))
+    for chosen in (
+        launch.Launch(4, 64, simple=False),
+        launch.Launch(4, 40, simple=False, ahead=False),
+    ):
+        assert all(map(same_bits, few, run(case, launch=chosen)))
+
+
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
         ([], 0),
-        ([Entry(Opcode.ADD, Stage.BRANCH, 1), Entry(Opcode.ADD, Stage.STREAM, 1)], 2),
+        ([Entry(Opcode.ADD, Stage.STREAM, 1), Entry(Opcode.ADD, Stage.STREAM, 2)], 2),
+        ([Entry(Opcode.ADD, Stage.BRANCH, 1)], GENERAL),
         ([Entry(Opcode.RANK1, Stage.STREAM, 1)], 1),
         ([Entry(Opcode.RANK1, Stage.BRANCH, 1)], GENERAL),
         ([Entry(Opcode.ADD, Stage.NORMED, 1)], GENERAL),
