@@ -118,18 +118,36 @@ def _check_layer(
             f"experts that layer {layer} does not deactivate too",
             "leave it out of one of the lists",
         )
+    check_numbers(layer, len(up), len(down), context, "")
+
+
+def check_numbers(
+    layer: int, up: int, down: int, context: Context, prefix: str
+) -> None:
+    """Refuse more activated experts than a token goes to, or fewer left than that.
+
+    Args:
+        layer: for messages.
+        up, down: how many are activated and deactivated there.
+        context: what the model offers.
+        prefix: of the field in messages, where several writes are meant; else "".
+
+    Raises:
+        SpecError: naming the field.
+    """
     top_k, most = context.experts_per_token, context.num_experts
-    if len(up) > top_k:
+    together = " with the writes before it" if prefix else ""
+    if up > top_k:
         raise SpecError(
-            "activate",
-            f"{len(up)} experts at layer {layer}",
+            f"{prefix}activate",
+            f"{up} experts at layer {layer}{together}",
             f"at most {top_k}, the experts that a token goes to",
             "activate fewer",
         )
-    if len(down) > most - top_k:
+    if down > most - top_k:
         raise SpecError(
-            "deactivate",
-            f"{len(down)} of {most} experts at layer {layer}",
+            f"{prefix}deactivate",
+            f"{down} of {most} experts at layer {layer}{together}",
             f"at most {most - top_k}: a token goes to {top_k}, and which of the "
             "deactivated ones it would go to is by chance",
             "deactivate fewer",

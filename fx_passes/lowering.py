@@ -13,6 +13,7 @@ from typing import Final
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.conditions import ClauseBuilder, TokenNames, too_many_bits
 from eyesplice.fx_passes.context import Context
+from eyesplice.fx_passes.experts_together import check_together
 from eyesplice.fx_passes.functions import (
     names_of,
     paths_of,
@@ -68,8 +69,8 @@ def lower(request: Request, context: Context) -> Program:
     Raises:
         SpecError: a vector that a kernel cannot divide by the norm of, a gate on what is
             not known where its function acts, too many conditions, scores or entries, op
-            families that are not compiled in, or writes so large that values could
-            overflow.
+            families that are not compiled in, writes so large that values could
+            overflow, or router writes that leave too few experts together.
     """
     return _Lowering(request, context).program()
 
@@ -108,6 +109,7 @@ class _Lowering:
         paired = zip(self.paths, self.functions, strict=True)
         writes = [(path, f) for path, f in paired if isinstance(f, Write)]
         refuse_overflow(writes, self.context)
+        check_together(writes, self.context)
         self._number_reads()
         gates = self._gates()
         bits = self._bits(gates)
