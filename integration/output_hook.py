@@ -89,12 +89,9 @@ def _process_outputs(
             rest = {key: value for key, value in params.items() if key != KEY}
             output.kv_transfer_params = rest or None
     result = original(processor, engine_core_outputs, *args, **kwargs)
-    states, ids = (
-        processor.request_states,
-        [out.request_id for out in engine_core_outputs],
-    )
-    for request_id in [request_id for request_id in ids if request_id not in states]:
-        answers.forget(request_id)
+    states = processor.request_states
+    for output in [o for o in engine_core_outputs if o.request_id not in states]:
+        answers.forget(output.request_id)
     return result
 
 

@@ -20,6 +20,7 @@ from eyesplice.ops.kernel_words import (
     bank_row,
     constant,
     number,
+    vector,
 )
 from eyesplice.ops.layout import WORDS, Family, Header, Opcode
 
@@ -27,14 +28,6 @@ _WORDS = tl.constexpr(WORDS)
 _RANK1 = tl.constexpr(int(Opcode.RANK1))
 _FAMILY_RANK1 = tl.constexpr(int(Family.RANK1))
 _SIMPLE = tl.constexpr(int(Header.SIMPLE))
-
-
-@triton.jit
-def _vector(p_bank, bank_stride, u, some, o_h, m_h):
-    """`[BLOCK]` bank[u] as stored, zero unless `some`."""
-    p_u = p_bank + u.to(tl.int64) * bank_stride + o_h
-    m_u = tl.where(some, m_h, False)
-    return tl.load(p_u, mask=m_u, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -46,7 +39,7 @@ def first_simple(p_row, p_bank, bank_stride, o_h, m_h):
     """
     count = constant(p_row + _SIMPLE)
     u = constant(p_row + _WORDS + U)
-    b_u = _vector(p_bank, bank_stride, u, count > 0, o_h, m_h)
+    b_u = vector(p_bank, bank_stride, u, tl.where(count > 0, m_h, False), o_h)
     p_next = p_row + 2 * _WORDS + U
     u = tl.load(p_next, mask=count > 1, other=0, eviction_policy="evict_last")
     return count, b_u, u
@@ -85,7 +78,7 @@ def run_simple(
     for i in range(count):
         more = i + 1 < count
         p_next = p_entry + _WORDS
-        b_next = _vector(p_bank, bank_stride, u, more, o_h, m_h)
+        b_next = vector(p_bank, bank_stride, u, tl.where(more, m_h, False), o_h)
         u = tl.load(p_next + _WORDS + U, mask=i + 2 < count, other=0)
         next_opcode = tl.load(p_next + OPCODE, mask=more, other=0)
         next_mask = tl.load(p_next + CLAUSE_MASK, mask=more, other=0)

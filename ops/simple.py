@@ -44,8 +44,16 @@ def simple(entries: Sequence[SomeEntry]) -> int:
     x: where registers are short these rows take the general part, which adds to x before
     x is added to the stream, and a token must have the same bits in any batch.
     """
-    simple_ = all(entry.stage == Stage.STREAM and _adds(entry) for entry in entries)
-    return len(entries) if simple_ else GENERAL
+    only = all(
+        entry.stage == Stage.STREAM
+        and not entry.flags
+        and (
+            entry.opcode == Opcode.ADD
+            or (entry.opcode == Opcode.RANK1 and entry.function == Function.IDENTITY)
+        )
+        for entry in entries
+    )
+    return len(entries) if only else GENERAL
 
 
 def adds(entries: Sequence[SomeEntry]) -> int:
@@ -54,16 +62,10 @@ def adds(entries: Sequence[SomeEntry]) -> int:
     ADD on x or h, neither flagged nor counted, MAX_ADDS of them at most. Since h =
     stream + x, and x itself is then seen by nobody, all are run on h, in any batch.
     """
-    plain = all(
-        entry.opcode == Opcode.ADD and not entry.counter and _adds(entry)
+    only = all(
+        entry.opcode == Opcode.ADD
+        and entry.stage != Stage.NORMED
+        and not (entry.flags or entry.counter)
         for entry in entries
     )
-    return len(entries) if plain and len(entries) <= MAX_ADDS else 0
-
-
-def _adds(entry: SomeEntry) -> bool:
-    if entry.flags or entry.stage == Stage.NORMED:
-        return False
-    if entry.opcode == Opcode.RANK1:
-        return entry.stage == Stage.STREAM and entry.function == Function.IDENTITY
-    return entry.opcode == Opcode.ADD
+    return len(entries) if only and len(entries) <= MAX_ADDS else 0

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,20 +50,18 @@ def asked(
     vectors: Path,
     options: Mapping[str, Any],
     env: Mapping[str, str],
-    asks: Sequence[Ask] = ASKS,
 ) -> dict[str, Any]:
-    """What this program answers, run in a process of its own.
+    """What this program answers to ASKS, run in a process of its own.
 
     Args:
         file: what it reads and writes.
         model, vectors: folders.
         options: of the engine.
         env: its environment.
-        asks: the requests of one batch.
     """
     requests = [
         {"prompt": list(a.prompt), "spec": a.spec, "max_tokens": a.max_tokens}
-        for a in asks
+        for a in ASKS
     ]
     given = {"model": str(model), "vectors": str(vectors), "asks": requests}
     file.write_text(json.dumps(given | {"options": dict(options)}))
