@@ -27,9 +27,16 @@ _FAMILY_GATE = tl.constexpr(int(Family.GATE))
 
 
 @triton.jit
-def _norm(b_h, b_w, eps, H: tl.constexpr, OFFSET: tl.constexpr, ROUNDED: tl.constexpr):
-    """h / sqrt(mean(h^2) + eps) * (w + OFFSET), h fp32, w as loaded."""
-    b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, axis=0) / H + eps)
+def _norm(
+    b_h,
+    b_w,
+    H: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """h / sqrt(mean(h^2) + EPS) * (w + OFFSET), h fp32, w as loaded."""
+    b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, axis=0) / H + EPS)
     if ROUNDED:
         b_y = b_y.to(b_w.dtype).to(tl.float32)
     b_w = b_w.to(tl.float32)
@@ -137,7 +144,6 @@ def boundary_kernel(
     p_program,
     p_bank,
     work,
-    eps,
     stream_stride,
     branch_stride,
     pending_stride,
@@ -151,6 +157,7 @@ def boundary_kernel(
     HAS_BRANCH: tl.constexpr,
     HAS_PENDING: tl.constexpr,
     DEFER: tl.constexpr,
+    EPS: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     ROUND_BEFORE_WEIGHT: tl.constexpr,
     FAMILIES: tl.constexpr,
@@ -159,10 +166,13 @@ def boundary_kernel(
     AHEAD: tl.constexpr,
     SIMPLE: tl.constexpr,
 ):
-    """h = stream + pending + branch; y = h / sqrt(mean(h^2) + eps) * (weight + offset).
+    """h = stream + pending + branch; y = h / sqrt(mean(h^2) + EPS) * (weight + offset).
 
     stream, pending, branch, y `[tokens, H]`; strides in elements, ignored if DENSE: rows
     are H apart; one token an instance; `work` is a tuple of the work tensors.
+
+    What idle tokens need of the arguments are the first pointers, 48 bytes: an argument
+    further behind is in another line of the constant cache, and is waited for.
 
     What is executed should be short and in one piece. Idle tokens run straight through
     the first part of the code and nothing else; behind it are, each with its norm, the
@@ -205,29 +215,30 @@ def boundary_kernel(
         b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
         if HAS_BRANCH and not DEFER:
             _hand_on(p_h, p_x, b_h, m_h, DEFER)
-        b_y = _norm(b_h, b_w, eps, H, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
+        b_y = _norm(b_h, b_w, H, EPS, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
         tl.store(p_y, b_y.to(p_normed.dtype.element_ty), mask=m_h)
     else:
-        if not SIMPLE:
-            # The same token, in words that the compiler cannot see through: a word is
-            # never negative. It would keep addresses and values in registers through
-            # the idle part otherwise, where there are none to spare.
-            t += word >> 31
-            p_h, p_p, p_x = _rows(
-                p_stream,
-                p_branch,
-                p_pending,
-                t,
-                stream_stride,
-                branch_stride,
-                pending_stride,
-                o_h,
-                H,
-                DENSE,
-                HAS_BRANCH,
-                HAS_PENDING,
-            )
-            p_y = p_normed + t.to(tl.int64) * H + o_h
+        # The same token, in words that the compiler cannot see through: a word is never
+        # negative. It would share addresses and values with the idle part otherwise:
+        # keep them in registers through it, and take the values apart in front of the
+        # branch, where an active token would wait for them before it loads its own.
+        t += word >> 31
+        p_h, p_p, p_x = _rows(
+            p_stream,
+            p_branch,
+            p_pending,
+            t,
+            stream_stride,
+            branch_stride,
+            pending_stride,
+            o_h,
+            H,
+            DENSE,
+            HAS_BRANCH,
+            HAS_PENDING,
+        )
+        p_y = p_normed + t.to(tl.int64) * H + o_h
+        b_w = tl.load(p_w, mask=m_h, other=0.0)
         row = word & _ROW_MASK
         p_row = p_program + row.to(tl.int64) * program_stride
         adds = row * 0
@@ -242,9 +253,11 @@ def boundary_kernel(
                 begun = first_adds(
                     word, adds, p_row, p_select + t, p_bank, bank_stride, o_h, m_h
                 )
+                loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
                 b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
                 b_h = run_adds(b_h, adds, begun, p_row, p_bank, bank_stride, o_h, m_h)
             else:
+                loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
                 b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
                 b_h = run_adds_in_turn(
                     b_h, adds, p_row, p_select + t, p_bank, bank_stride, o_h, m_h
@@ -254,6 +267,7 @@ def boundary_kernel(
                 count, b_u, u = first_simple(p_row, p_bank, bank_stride, o_h, m_h)
                 general = (count < 0).to(tl.int32)
                 if general == 0:
+                    loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
                     b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
                     b_h = run_simple(
                         b_h,
@@ -275,7 +289,7 @@ def boundary_kernel(
             # A deferred h that a program writes is handed on in the stream.
             if (HAS_BRANCH and not DEFER) | (adds + count > 0):
                 _hand_on(p_h, p_x, b_h, m_h, DEFER)
-            b_y = _norm(b_h, b_w, eps, H, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
+            b_y = _norm(b_h, b_w, H, EPS, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
             tl.store(p_y, b_y.to(p_normed.dtype.element_ty), mask=m_h)
         if general != 0:
             before = tl.load(p_select + t)
@@ -283,8 +297,7 @@ def boundary_kernel(
                 p_row, p_bank, bank_stride, o_h, m_h, HAS_BRANCH
             )
             select = before
-            if not SIMPLE:
-                loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
+            loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
             b_h = _before(loaded, HAS_PENDING)
             # Without a branch nothing is added: 0 + h would take the sign of a zero of h.
             b_v = b_h
@@ -299,7 +312,7 @@ def boundary_kernel(
                         _hand_on(p_h, p_x, b_v, m_h, DEFER)
                     if not SIMPLE:
                         b_w = tl.load(p_w, mask=m_h, other=0.0)
-                    b_v = _norm(b_v, b_w, eps, H, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
+                    b_v = _norm(b_v, b_w, H, EPS, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
                 # Loaded anew, not carried on: Triton 3.6 takes the bound of an inner loop
                 # that an outer one carries for its first value.
                 p_end = p_row + _END_BRANCH + stage

@@ -26,6 +26,7 @@ _MAX_CLAUSES = tl.constexpr(MAX_CLAUSES)
 _START_FROM_END = tl.constexpr(RANGE_START_FROM_PROMPT_END)
 _STOP_FROM_END = tl.constexpr(RANGE_STOP_FROM_PROMPT_END)
 
+_FALSE = tl.constexpr(int(ClauseKind.FALSE))
 _ALL = tl.constexpr(int(ClauseKind.ALL))
 _PROMPT = tl.constexpr(int(ClauseKind.PROMPT))
 _GENERATED = tl.constexpr(int(ClauseKind.GENERATED))
@@ -106,7 +107,10 @@ def _clause_bits(
     p_ids += row.to(tl.int64) * ids_stride
     n = prompt_len.to(tl.int64)
     b_bits = tl.zeros_like(b_id)
-    for j in range(_MAX_CLAUSES):
+    # Most programs have one or two: each would wait for its load, after the last as well.
+    o_j = tl.arange(0, _MAX_CLAUSES)
+    b_kind = tl.load(p_clauses + o_j * _CLAUSE_WORDS)
+    for j in range(tl.max(tl.where(b_kind != _FALSE, o_j + 1, 0), axis=0)):
         p_clause = p_clauses + j * _CLAUSE_WORDS
         kind = tl.load(p_clause)
         a = tl.load(p_clause + 1)
