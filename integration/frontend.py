@@ -1,5 +1,6 @@
 """Admits requests in the front end: validates, normalises, salts the prefix cache."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,6 +20,57 @@ from eyesplice.integration.router import prompt_length
 
 KEYS: Final = (KEY, "hotwire")
 _FRONT: Final = "_eyesplice_front"
+_KNOWN: Final = 1024
+"""Texts whose requests are kept."""
+
+_LONGEST: Final = 1 << 14
+"""Characters of such a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """What a request asks for and becomes, whichever prompt it comes with.
+
+    Attributes:
+        text: the canonical one.
+        request: parsed.
+        program: lowered.
+        vectors: digests of the registered vectors that it names itself.
+    """
+
+    text: str
+    request: Request
+    program: Program
+    vectors: Mapping[str, str]
+
+
+class _Known:
+    """Requests by the text that a client sent. Thousands of requests send the same one.
+
+    Parsing and lowering take a millisecond or more, in which the server's event loop
+    hands out no token of anyone.
+    """
+
+    def __init__(self) -> None:
+        self._context: Context | None = None
+        self._found: OrderedDict[str, Lowered] = OrderedDict()
+
+    def get(self, text: str, context: Context) -> Lowered | None:
+        """What is known of a text in this context."""
+        if context is not self._context:
+            self._context = context
+            self._found.clear()
+        found = self._found.get(text)
+        if found is not None:
+            self._found.move_to_end(text)
+        return found
+
+    def keep(self, text: str, lowered: Lowered) -> None:
+        """Know it from now on, in the context of the last `get`."""
+        if len(text) <= _LONGEST:
+            self._found[text] = lowered
+            if len(self._found) > _KNOWN:
+                self._found.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +103,7 @@ class FrontEnd:
             found.config.default_apps if found else (),
         )
         self._made: tuple[frozenset[str], Context] | None = None
+        self._known = _Known()
 
     @property
     def switched_on(self) -> bool:
@@ -135,18 +188,40 @@ class FrontEnd:
 
     def _admit(self, extra_args: Mapping[str, Any], rest: dict[str, Any]) -> Admission:
         context = self.context()
+        lowered = self._lowered(extra_args, context)
+        if lowered is None:
+            return Admission(rest)
+        return Admission(
+            {**rest, KEY: lowered.text},
+            lowered.request,
+            lowered.program,
+            lowered.vectors,
+        )
+
+    def _lowered(
+        self, extra_args: Mapping[str, Any], context: Context
+    ) -> Lowered | None:
+        """What the request asks for; None for nothing."""
+        text = extra_args.get(KEY)
+        alone = isinstance(text, str) and "hotwire" not in extra_args
+        known = self._known.get(text, context) if alone else None
+        if known is not None:
+            return known
         request = parse_request(extra_args, context)
         if request is None or not request.functions:
-            return Admission(rest)
+            return None
         # Lowering finds what parsing cannot: too many entries, scores or conditions.
         program = lower(request, context)
         own = (f.tensors for f in request.functions if f.app is None)
-        return Admission(
-            {**rest, KEY: request.canonical()},
+        found = Lowered(
+            request.canonical(),
             request,
             program,
             digests(context.vectors, {name for names in own for name in names}),
         )
+        if alone:
+            self._known.keep(text, found)
+        return found
 
 
 def cache_salt(program: Program, num_prompt_tokens: int) -> str:

@@ -218,27 +218,26 @@ def boundary_kernel(
         b_y = _norm(b_h, b_w, H, EPS, WEIGHT_OFFSET, ROUND_BEFORE_WEIGHT)
         tl.store(p_y, b_y.to(p_normed.dtype.element_ty), mask=m_h)
     else:
-        # The same token, in words that the compiler cannot see through: a word is never
-        # negative. It would share addresses and values with the idle part otherwise:
-        # keep them in registers through it, and take the values apart in front of the
-        # branch, where an active token would wait for them before it loads its own.
-        t += word >> 31
-        p_h, p_p, p_x = _rows(
-            p_stream,
-            p_branch,
-            p_pending,
-            t,
-            stream_stride,
-            branch_stride,
-            pending_stride,
-            o_h,
-            H,
-            DENSE,
-            HAS_BRANCH,
-            HAS_PENDING,
-        )
-        p_y = p_normed + t.to(tl.int64) * H + o_h
-        b_w = tl.load(p_w, mask=m_h, other=0.0)
+        if not SIMPLE:
+            # The same token, in words that the compiler cannot see through: a word is
+            # never negative. It would keep addresses and values in registers through
+            # the idle part otherwise, where there are none to spare.
+            t += word >> 31
+            p_h, p_p, p_x = _rows(
+                p_stream,
+                p_branch,
+                p_pending,
+                t,
+                stream_stride,
+                branch_stride,
+                pending_stride,
+                o_h,
+                H,
+                DENSE,
+                HAS_BRANCH,
+                HAS_PENDING,
+            )
+            p_y = p_normed + t.to(tl.int64) * H + o_h
         row = word & _ROW_MASK
         p_row = p_program + row.to(tl.int64) * program_stride
         adds = row * 0
@@ -253,11 +252,9 @@ def boundary_kernel(
                 begun = first_adds(
                     word, adds, p_row, p_select + t, p_bank, bank_stride, o_h, m_h
                 )
-                loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
                 b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
                 b_h = run_adds(b_h, adds, begun, p_row, p_bank, bank_stride, o_h, m_h)
             else:
-                loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
                 b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
                 b_h = run_adds_in_turn(
                     b_h, adds, p_row, p_select + t, p_bank, bank_stride, o_h, m_h
@@ -267,7 +264,6 @@ def boundary_kernel(
                 count, b_u, u = first_simple(p_row, p_bank, bank_stride, o_h, m_h)
                 general = (count < 0).to(tl.int32)
                 if general == 0:
-                    loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
                     b_h = _total(loaded, HAS_BRANCH, HAS_PENDING)
                     b_h = run_simple(
                         b_h,
@@ -297,7 +293,8 @@ def boundary_kernel(
                 p_row, p_bank, bank_stride, o_h, m_h, HAS_BRANCH
             )
             select = before
-            loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
+            if not SIMPLE:
+                loaded = _load(p_h, p_p, p_x, m_h, HAS_BRANCH, HAS_PENDING)
             b_h = _before(loaded, HAS_PENDING)
             # Without a branch nothing is added: 0 + h would take the sign of a zero of h.
             b_v = b_h

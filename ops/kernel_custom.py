@@ -16,7 +16,7 @@ _END = tl.constexpr(int(Header.END_NORMED))
 _CUSTOM = tl.constexpr(int(Opcode.CUSTOM))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def custom_gain_kernel(
     p_gain,
     p_token_map,

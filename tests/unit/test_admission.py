@@ -177,3 +177,47 @@ def test_an_engine_without_eyesplice_refuses_our_key_only(remembered):
     with pytest.raises(SpecError, match="not switched on"):
         front.admit({"eyesplice": "steer"})
     assert not remembered
+
+
+def test_a_text_is_lowered_once(opened, remembered, monkeypatch):
+    front = opened()
+    first = process(front, params(eyesplice="steer", other=1))
+    monkeypatch.setattr(frontend, "parse_request", None)
+    monkeypatch.setattr(frontend, "lower", None)
+    again = process(front, params(eyesplice="steer", other=2))
+    sent = [request.sampling_params.extra_args for request in (first, again)]
+    assert [args.pop("other") for args in sent] == [1, 2]
+    assert sent[0] == sent[1]
+    one, two = remembered
+    assert one == two
+    assert first.cache_salt == again.cache_salt
+    with pytest.raises(TypeError):
+        process(front, params(eyesplice="watch"))
+
+
+def test_a_known_text_is_refused_once_its_app_is_disabled(opened, remembered):
+    front = opened()
+    assert functions(process(front, params(eyesplice="steer")))
+    front.disable("steer")
+    with pytest.raises(SpecError, match="steer"):
+        front.admit({"eyesplice": "steer"})
+    front.enable("steer")
+    assert functions(process(front, params(eyesplice="steer")))
+
+
+def test_the_other_key_is_never_forgotten(opened, remembered):
+    """A known text beside hotwire's key is another request."""
+    front = opened()
+    process(front, params(eyesplice="watch"))
+    with pytest.raises(SpecError):
+        front.admit({"eyesplice": "watch", "hotwire": "no JSON"})
+
+
+def test_what_is_known_stays_small(opened, remembered, monkeypatch):
+    monkeypatch.setattr(frontend, "_KNOWN", 2)
+    monkeypatch.setattr(frontend, "_LONGEST", 40)
+    front = opened()
+    texts = ["steer", "watch", '{"apps": {"steer": {}}}', " " * 40 + '{"apps": {}}']
+    for text in texts:
+        front.admit({"eyesplice": text})
+    assert list(front._known._found) == texts[1:3]

@@ -19,12 +19,13 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from eyesplice.ops import launch_step  # noqa: E402
+from eyesplice.ops import launch, launch_custom, launch_step  # noqa: E402
 from eyesplice.ops.layout import (  # noqa: E402
     CLAUSE_WORDS,
     MAX_CLAUSES,
     MAX_TOKEN_IDS,
     WORDS,
+    Family,
 )
 from eyesplice.ops.relaunch import Relaunch  # noqa: E402
 from eyesplice.ops.work import empty_work  # noqa: E402
@@ -66,11 +67,21 @@ class Driver:
         return 7
 
 
+KEPT = (
+    *(launch_step._ROUTE, launch_step._COLLECT),
+    *(launch._BOUNDARY, launch._INLINE, launch_custom._GAIN),
+)
+
+
+def _forget_launches() -> None:
+    for relaunch in KEPT:
+        relaunch.forget()
+
+
 def _forget_kernels() -> None:
-    for jit_function in (kernel, launch_step.route_kernel, launch_step.collect_kernel):
+    _forget_launches()
+    for jit_function in (kernel, *(relaunch._kernel for relaunch in KEPT)):
         jit_function.device_caches.clear()
-    for relaunch in (launch_step._ROUTE, launch_step._COLLECT):
-        relaunch._launched = None
     # A compiled kernel that goes asks the driver of its day to unload it.
     gc.collect()
 
@@ -85,18 +96,26 @@ def device(monkeypatch):
     _forget_kernels()
 
 
-def same(one, other) -> bool:
-    """Whether two arguments are one tensor's memory, equal numbers, or tuples of such."""
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
-    return type(one) is type(other) and one == other
+def taken(argument):
+    """An argument as a compiled kernel takes it: tensors as addresses."""
+    if isinstance(argument, tuple):
+        return tuple(map(taken, argument))
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return type(argument), argument
+
+
+def addresses(argument):
+    """As `taken`, of addresses that stand for tensors already."""
+    if isinstance(argument, tuple):
+        return tuple(map(addresses, argument))
+    return argument if isinstance(argument, int) and argument > 2**31 else taken(argument)
 
 
 def assert_same(mine, by_triton) -> None:
+    """The same binary, instances, addresses and numbers."""
     assert mine[0] == by_triton[0]
-    assert same(mine[1], by_triton[1])
+    assert tuple(map(addresses, mine[1])) == tuple(map(taken, by_triton[1]))
 
 
 class Call:
@@ -153,13 +172,13 @@ def test_what_triton_compiles_anew_for_is_not_launched_again(device):
         (given[::2], 5),
         (given, 2**31),
     ]
+    call.first(given, 5)
     for other in others:
-        call.first(given, 5)
         assert not call.again(*other)
         call.first(*other)
         strided = other[0].stride(0) != 1
         assert call.again(*other) is not strided
-        assert not call.again(given, 5)
+        assert call.again(given, 5)
 
 
 def test_other_tables_are_not_launched_again(device):
@@ -225,8 +244,7 @@ def test_a_step_is_launched_again_as_it_is_at_first(device, monkeypatch):
             steps.step(**options)
         again = list(device.launches)
         device.launches.clear()
-        for relaunch in (launch_step._ROUTE, launch_step._COLLECT):
-            relaunch._launched = None
+        _forget_launches()
         steps.step(**options)
         for mine, anew in zip(again, device.launches, strict=True):
             assert_same(mine, anew)
@@ -247,8 +265,7 @@ def test_two_engines_take_turns(device):
         steps.step()
         in_turn = list(device.launches)
         device.launches.clear()
-        for relaunch in (launch_step._ROUTE, launch_step._COLLECT):
-            relaunch._launched = None
+        _forget_launches()
         steps.step()
         for mine, anew in zip(in_turn, device.launches, strict=True):
             assert_same(mine, anew)
@@ -268,3 +285,170 @@ def test_another_layout_of_the_lists_is_not_launched_again(device):
     steps.positions = usual[1]
     steps.step()
     assert device.launches[-2][1][stride] == 64
+
+
+HIDDEN = 32
+MAX_TOKENS = 512
+
+
+class Layer:
+    """The ops of one layer's table, and values of any number of tokens."""
+
+    def __init__(self) -> None:
+        tables = torch.zeros(2, MAX_TOKENS, dtype=torch.int32)
+        self.select = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+        self.programs = torch.zeros(2, 3, 4, WORDS, dtype=torch.int32)
+        self.map, self.program = tables[0], self.programs[0]
+        self.bank = torch.zeros(4, HIDDEN)
+        self.work = list(empty_work(MAX_TOKENS, 3, 2, 4, HIDDEN, torch.float32, "cpu"))
+        self.weight = torch.ones(HIDDEN)
+
+    def tables(self):
+        return self.map, self.select, self.program
+
+    def boundary(self, values, *, eps=1e-5, defer=False):
+        stream, branch, pending = values
+        return launch.boundary_(
+            *(stream, branch, self.weight, 0.0, eps, *self.tables(), self.bank),
+            *(self.work, int(Family.ADD), pending, defer),
+        )
+
+    def inline(self, value, stage=0):
+        launch.inline_(
+            *(value, stage, *self.tables(), self.bank, self.work, int(Family.ADD))
+        )
+
+    def gain(self, value):
+        return launch_custom.custom_gain(value, *self.tables(), self.work)
+
+
+def rows(tokens, dtype=torch.float32, gap=0):
+    return torch.zeros(tokens, HIDDEN + gap, dtype=dtype)[:, :HIDDEN]
+
+
+def once_more(device, monkeypatch, call) -> None:
+    """A call whose launch is kept launches what Triton would, and looks at nothing."""
+    call()
+    device.launches.clear()
+    with monkeypatch.context() as patch:
+        for module in (launch, launch_custom):
+            patch.setattr(module, "work_of", None)
+        patch.setattr(Relaunch, "launch", None)
+        call()
+    mine = list(device.launches)
+    device.launches.clear()
+    _forget_launches()
+    call()
+    # What the op allocates itself lies somewhere else each time.
+    for one, anew in zip(mine, device.launches, strict=True):
+        assert one[0] == anew[0]
+        pairs = zip(map(addresses, one[1]), map(taken, anew[1]), strict=True)
+        assert sum(a != b for a, b in pairs) <= 1
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 33, 500])
+def test_a_boundary_is_launched_again_as_it_is_at_first(device, monkeypatch, tokens):
+    layer = Layer()
+    values = [rows(tokens) for _ in range(3)]
+    once_more(device, monkeypatch, lambda: layer.boundary(values))
+    once_more(device, monkeypatch, lambda: layer.inline(values[0]))
+    once_more(device, monkeypatch, lambda: layer.gain(values[0]))
+
+
+def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
+    """One table in every form by turns: each launch is the one that Triton would make."""
+    layer = Layer()
+    forms = [
+        ((rows(4), rows(4), None), {}),
+        ((rows(4), rows(4), None), {"defer": True}),
+        ((rows(4), rows(4), rows(4)), {}),
+        ((rows(4), None, None), {}),
+        ((rows(4), rows(4), None), {"eps": 1e-6}),
+        ((rows(4), rows(4, gap=8), None), {}),
+        ((rows(4), rows(4, gap=1), None), {}),
+        ((rows(40).flatten()[1 : 1 + 4 * HIDDEN].view(4, HIDDEN), rows(4), None), {}),
+        ((rows(4), rows(4, torch.bfloat16), None), {}),
+        ((rows(40), rows(40), None), {}),
+    ]
+    seen = []
+    for _ in range(2):
+        for values, options in forms:
+            device.launches.clear()
+            layer.boundary(values, **options)
+            seen.append(device.launches[0])
+    _forget_launches()
+    for (values, options), first, again in zip(
+        forms, seen, seen[len(forms) :], strict=False
+    ):
+        device.launches.clear()
+        layer.boundary(values, **options)
+        (anew,) = device.launches
+        for one in (first, again):
+            assert one[0] == anew[0]
+            pairs = zip(map(addresses, one[1]), map(addresses, anew[1]), strict=True)
+            assert sum(a != b for a, b in pairs) <= 1
+
+
+def test_tables_of_two_layers_take_turns(device):
+    one, two = Layer(), Layer()
+    values = [rows(4), rows(4), None]
+    place = launch.boundary_kernel.arg_names.index("p_program")
+    for layer in (one, two, one, two):
+        device.launches.clear()
+        layer.boundary(values)
+        assert addresses(device.launches[0][1][place]) == taken(layer.program)
+
+
+def test_another_bank_is_seen(device):
+    layer, values = Layer(), [rows(4), rows(4), None]
+    place = launch.boundary_kernel.arg_names.index("p_bank")
+    for _ in range(2):
+        layer.boundary(values)
+    layer.bank = torch.ones(4, HIDDEN)
+    for _ in range(2):
+        layer.boundary(values)
+    found = [addresses(args[place]) for _, args in device.launches]
+    assert found[2:] == [taken(layer.bank)] * 2 != found[:2]
+
+
+@pytest.mark.parametrize("short", ["map", "select"])
+def test_more_tokens_than_maps_are_refused_again(device, short):
+    layer = Layer()
+    setattr(layer, short, getattr(layer, short)[:8])
+    layer.boundary([rows(8), rows(8), None])
+    for call in (
+        lambda: layer.boundary([rows(9), rows(9), None]),
+        lambda: layer.inline(rows(9)),
+        lambda: layer.gain(rows(9)),
+    ):
+        with pytest.raises(ValueError, match="map entries for 9 tokens"):
+            call()
+
+
+def test_a_strided_value_is_refused_again(device):
+    layer = Layer()
+    layer.boundary([rows(4), rows(4), None])
+    with pytest.raises(ValueError, match="stream: rows must be contiguous"):
+        layer.boundary([torch.zeros(HIDDEN, 4).t(), rows(4), None])
+
+
+def test_a_launch_goes_with_its_table(device):
+    layer = Layer()
+    layer.boundary([rows(4), rows(4), None])
+    layer.inline(rows(4))
+    layer.gain(rows(4))
+    held = [weakref.ref(tensor) for tensor in (layer.bank, *layer.work)]
+    device.launches.clear()
+    del layer
+    assert [ref() for ref in held] == [None] * len(held)
+    assert not any(relaunch._sites for relaunch in KEPT)
+
+
+def test_launches_that_always_differ_do_not_pile_up(device):
+    call, given = Call(device), torch.zeros(4096, dtype=torch.int32)
+    for step in range(1, 100):
+        view = given.as_strided((2, 2), (step, 1))
+        call.first(view, 5)
+        assert call.again(view, 5)
+    (site,) = call.relaunch._sites.values()
+    assert len(site.launches) <= 64

@@ -1,0 +1,171 @@
+"""Two engines on one GPU with the same weights and KV cache, byte for byte.
+
+Where a tensor lies decides how fast a kernel reads it. Two starts of vanilla vLLM on an
+H200 differ by up to 1% of a step, in GEMMs and attention that have the same binaries and
+sizes; what eyesplice costs is less. An engine that borrows lets go of its own weights and
+cache and maps the lender's (CUDA IPC), so that a pair differs in what is compared only.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+FOLDER: Final = "EYESPLICE_BENCH_MEMORY"
+"""Variable: where the two meet, a folder that only this benchmark writes."""
+
+ROLE: Final = "EYESPLICE_BENCH_MEMORY_ROLE"
+"""Variable: "lend" or "borrow"."""
+
+WORKER: Final = "eyesplice.benchmarks.shared_worker.SharedWorker"
+"""vLLM's `worker_cls`."""
+
+_LARGE: Final = 1 << 20
+_WAIT: Final = 600.0
+
+
+def variables(folder: Path, role: str) -> dict[str, str]:
+    """Environment of an engine that lends its memory or borrows the other's."""
+    return {FOLDER: str(folder), ROLE: role}
+
+
+class Memory:
+    """This process's side."""
+
+    def __init__(self, folder: Path, *, lends: bool, rank: int) -> None:
+        """The side of one rank.
+
+        Args:
+            folder: where the two meet.
+            lends: whether this is the lender.
+            rank: of the worker.
+        """
+        self._folder = folder
+        self._lends = lends
+        self._rank = rank
+        self._lent: list[Tensor] = []
+        self.num_bytes = 0
+
+    @classmethod
+    def of_environment(cls, rank: int) -> "Memory":
+        """As the parent's `variables` say."""
+        folder, role = os.environ[FOLDER], os.environ[ROLE]
+        return cls(Path(folder), lends=role == "lend", rank=rank)
+
+    def weights(self, model: nn.Module) -> None:
+        """Lend the model's parameters and buffers, or take the lender's.
+
+        Raises:
+            ValueError: another name, layout or value than the lender's.
+        """
+        found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        own = {name: t.data for name, t in found.items() if t.is_cuda}
+        if self._lends:
+            self._lend("weights", list(own.items()))
+            return
+        theirs = dict(self._borrowed("weights"))
+        if theirs.keys() != own.keys():
+            raise ValueError(f"other weights: {sorted(theirs.keys() ^ own.keys())}")
+        for name, tensor in own.items():
+            if not _alike(tensor, theirs[name]):
+                raise ValueError(f"the weight {name} is not the lender's")
+        for name in own:
+            found[name].data = theirs[name]
+        self.num_bytes += sum(tensor.nbytes for tensor in theirs.values())
+        own.clear()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def cache(self) -> Iterator[None]:
+        """Inside, the large tensors of bytes that the engine allocates are shared."""
+        allocate, made = torch.zeros, []
+        theirs = None if self._lends else iter(self._borrowed("cache"))
+
+        def zeros(*size: Any, **options: Any) -> Tensor:
+            wanted = options.get("dtype") is torch.int8 and _count(size) >= _LARGE
+            if not wanted:
+                return allocate(*size, **options)
+            if theirs is None:
+                made.append(("", allocate(*size, **options)))
+                return made[-1][1]
+            tensor = next(theirs)[1]
+            if tensor.numel() != _count(size):
+                raise ValueError(f"a cache of {_count(size)} bytes, {tensor.numel()}")
+            self.num_bytes += tensor.nbytes
+            return tensor.view(torch.Size(size[0]) if _listed(size) else size)
+
+        torch.zeros = zeros  # type: ignore[assignment]  # put back below
+        try:
+            yield
+        finally:
+            torch.zeros = allocate
+        if self._lends:
+            self._lend("cache", made)
+
+    def _file(self, what: str) -> Path:
+        return self._folder / f"{what}-{self._rank}"
+
+    def _lend(self, what: str, tensors: list[tuple[str, Tensor]]) -> None:
+        # The lender's blocks must stay as long as anyone may read them.
+        self._lent += [tensor for _, tensor in tensors]
+        handles = [(name, handle(tensor)) for name, tensor in tensors]
+        part = self._file(what).with_suffix(".part")
+        part.write_bytes(bytes(ForkingPickler.dumps(handles)))
+        part.rename(self._file(what))
+
+    def _borrowed(self, what: str) -> list[tuple[str, Tensor]]:
+        end = time.monotonic() + _WAIT
+        while not self._file(what).exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"nobody lent {what}")
+            time.sleep(0.1)
+        # Of the pair's own making, in a folder that this benchmark made for it.
+        handles = pickle.loads(self._file(what).read_bytes())  # noqa: S301
+        return [(name, rebuild(*arguments)) for name, (rebuild, arguments) in handles]
+
+    def note(self) -> None:
+        """Leave the number of borrowed bytes for the parent."""
+        self._file("shared").write_text(str(self.num_bytes))
+
+
+def handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """What another process makes the same tensor of."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    found: tuple[Callable[..., Tensor], tuple[Any, ...]] = reduce_tensor(tensor)
+    return found
+
+
+def shared_bytes(folder: Path) -> Mapping[str, int]:
+    """Bytes that each rank of the borrower shares, by rank."""
+    found = folder.glob("shared-*")
+    return {f.name.removeprefix("shared-"): int(f.read_text()) for f in found}
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    same = one.shape == other.shape and one.stride() == other.stride()
+    return same and one.dtype == other.dtype and _equal_bits(one, other)
+
+
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = bits.get(one.element_size())
+    if kind is None or one.dtype.is_complex:
+        return torch.equal(one, other)
+    return torch.equal(one.view(kind), other.view(kind))
+
+
+def _listed(size: tuple[Any, ...]) -> bool:
+    return len(size) == 1 and not isinstance(size[0], int)
+
+
+def _count(size: tuple[Any, ...]) -> int:
+    """Elements of `torch.zeros(*size)`."""
+    return torch.Size(size[0] if _listed(size) else size).numel()
