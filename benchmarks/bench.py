@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from eyesplice.benchmarks import records
+from eyesplice.benchmarks import records, shared_memory
 from eyesplice.benchmarks.engines import EngineProcess
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.shapes import Shape
@@ -48,9 +48,9 @@ class Pair:
         return {"vanilla": self.vanilla.ready, "eyesplice": self.spliced.ready}
 
     def close(self) -> None:
-        """Stop both."""
-        self.vanilla.close()
+        """Stop both, the one that borrows memory first."""
         self.spliced.close()
+        self.vanilla.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Bench:
     rounds: int = 7
     engine: Mapping[str, Any] = field(default_factory=dict)
     _pairs: dict[str, Pair] = field(default_factory=dict)
-    _vectors: tempfile.TemporaryDirectory[str] | None = None
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def require_model(self) -> Path:
         """The model's folder.
@@ -98,12 +98,19 @@ class Bench:
         model = {"model": str(self.require_model()), "load_format": self.load_format}
         return {**_DEFAULTS, **model, **self.engine}
 
+    def scratch(self) -> Path:
+        """A folder of this run's, made at the first call."""
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="eyesplice-bench-")
+        return Path(self._scratch.name)
+
     def vectors(self) -> Path:
         """A folder of random vectors of the model's size, made at the first call."""
-        if self._vectors is None:
-            self._vectors = tempfile.TemporaryDirectory(prefix="eyesplice-bench-")
-            _save_vectors(Path(self._vectors.name), self.shape().hidden)
-        return Path(self._vectors.name)
+        folder = self.scratch() / "vectors"
+        if not folder.exists():
+            folder.mkdir()
+            _save_vectors(folder, self.shape().hidden)
+        return folder
 
     def start(
         self,
@@ -160,10 +167,11 @@ class Bench:
             self.close()
             self.console.print(f"starting 2 engines of {self.require_model().name} ...")
             more = dict(arguments or {})
+            lend, borrow = self._same_memory(name, more)
             own = more | ({"clock_hooks": True} if clock else {})
             made = Pair(
-                self.start(f"{name}-vanilla", **more),
-                self.start(f"{name}-eyesplice", config=config, **own),
+                self.start(f"{name}-vanilla", env=lend, **more),
+                self.start(f"{name}-eyesplice", config=config, env=borrow, **own),
             )
             self._pairs[name] = made
             try:
@@ -174,6 +182,20 @@ class Bench:
             except RuntimeError as error:
                 raise Refused(str(error)) from error
         return self._pairs[name]
+
+    def _same_memory(
+        self, name: str, arguments: dict[str, Any]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Environments of a pair that shares weights and cache; empty on a CPU."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}, {}
+        folder = self.scratch() / f"memory-{name}"
+        folder.mkdir()
+        arguments["worker_cls"] = shared_memory.WORKER
+        variables = shared_memory.variables
+        return variables(folder, "lend"), variables(folder, "borrow")
 
     def write(self, case: str, record: Mapping[str, Any]) -> Path:
         """Write the record of a case as `CASE-MODEL.json`.

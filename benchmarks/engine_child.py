@@ -49,6 +49,8 @@ def describe(llm: Any) -> dict[str, Any]:
     session = getattr(worker, "eyesplice", None)
     report = session.require_report() if session else None
     on_gpu = torch.cuda.is_available()
+    memory = getattr(worker, "shared_memory", None)
+    shared = memory.num_bytes if memory else 0
     return {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
@@ -67,8 +69,9 @@ def describe(llm: Any) -> dict[str, Any]:
         "tables_measured": _measured.get("tables"),
         "bank_row_bytes": worker.eyesplice_buffers.bank[0].nbytes if session else 0,
         "bank_rows_used": len(session.deployment.registry.bank) if session else 0,
-        "allocated_bytes": torch.cuda.memory_allocated() if on_gpu else None,
-        "reserved_bytes": torch.cuda.memory_reserved() if on_gpu else None,
+        "borrowed_bytes": shared,
+        "not_borrowed": memory.failed if memory else None,
+        "allocated_bytes": torch.cuda.memory_allocated() + shared if on_gpu else None,
         "compile_seconds": config.compilation_config.compilation_time,
     }
 

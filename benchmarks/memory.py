@@ -20,7 +20,6 @@ SUMS: Final = (
     "user_tensors",
     "sum_without_user_tensors",
     "engine_allocated",
-    "engine_reserved",
 )
 """Keys of a record besides the tables', in the order of the page; None on a CPU."""
 
@@ -50,7 +49,7 @@ def memory_of(spliced: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[st
         `tables` by name ("words": what lies between the parts of the common
         allocation), their sum, what the allocator gave for them (None on a CPU),
         the rows of the bank that hold the user's own tensors, the sum without those, and
-        how much more the whole engine has allocated and reserved than vanilla.
+        how much more the whole engine has allocated than vanilla.
 
     Raises:
         Refused: see `run`.
@@ -75,7 +74,6 @@ def memory_of(spliced: Mapping[str, Any], vanilla: Mapping[str, Any]) -> dict[st
         "user_tensors": own,
         "sum_without_user_tensors": total - own,
         "engine_allocated": _more("allocated_bytes", spliced, vanilla),
-        "engine_reserved": _more("reserved_bytes", spliced, vanilla),
     }
 
 

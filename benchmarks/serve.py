@@ -18,7 +18,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from eyesplice.benchmarks import records
+from eyesplice.benchmarks import records, shared_memory
 from eyesplice.benchmarks.intervals import against, percent, summary
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.serve_check import check
@@ -157,7 +157,7 @@ def run(settings: Settings, out: Path, console: Console) -> dict[str, Any]:
             return _measure(sitting, out / f"serve-{settings.model.name}.json", console)
         finally:
             sitting.client.close()
-            for server in sitting.servers.values():
+            for server in reversed(sitting.servers.values()):
                 server.close()
 
 
@@ -183,13 +183,18 @@ def _open(settings: Settings, folder: Path, out: Path, console: Console) -> Sitt
             f"{settings.model.name} has {', '.join(bodies)}"
         )
     console.print(f"starting 2 servers of {settings.model.name} ...")
+    memory = folder / "memory"
+    memory.mkdir()
     servers = {
         name: Server(
-            name, command, out / f"serve-{name}.log", {"VLLM_PLUGINS": plugins}
+            name,
+            command,
+            out / f"serve-{name}.log",
+            {"VLLM_PLUGINS": plugins, **shared_memory.variables(memory, role)},
         )
-        for name, command, plugins in (
-            (VANILLA, _command(settings, model, None), ""),
-            (IDLE, _command(settings, model, folder / "apps"), "eyesplice"),
+        for name, command, plugins, role in (
+            (VANILLA, _command(settings, model, None), "", "lend"),
+            (IDLE, _command(settings, model, folder / "apps"), "eyesplice", "borrow"),
         )
     }
     client = ServeClient(out / "serve-client.log")
@@ -201,7 +206,7 @@ def _open(settings: Settings, folder: Path, out: Path, console: Console) -> Sitt
             console.print(f"{server.name} serves after {server.seconds:.0f} s")
     except Refused:
         client.close()
-        for server in servers.values():
+        for server in reversed(servers.values()):
             server.close()
         raise
     return sitting
@@ -221,6 +226,8 @@ def row_bodies(apps: Sequence[str]) -> dict[str, dict[str, Any] | None]:
 
 def _command(settings: Settings, model: Path, apps: Path | None) -> list[str]:
     """The command line of a server; `apps` holds a folder per app, None for vanilla."""
+    import torch
+
     from eyesplice.integration.cli.serve import own_part, server_command
 
     length = min(_MODEL_LEN, Shape.of(model).positions)
@@ -235,6 +242,8 @@ def _command(settings: Settings, model: Path, apps: Path | None) -> list[str]:
         *("--tensor-parallel-size", str(settings.tensor_parallel)),
         *settings.server_options,
     ]
+    if torch.cuda.is_available():
+        options += ["--worker-cls", shared_memory.WORKER]
     if apps is None:
         server = "vllm.entrypoints.openai.api_server"
         return [sys.executable, "-P", "-m", server, "--model", str(model), *options]
@@ -279,6 +288,7 @@ def _noted(sitting: Sitting, checked: dict[str, Any]) -> dict[str, Any]:
         "settings": sitting.settings.noted(),
         "dataset": sitting.dataset,
         "start_seconds": {name: s.seconds for name, s in sitting.servers.items()},
+        "borrowed": shared_memory.borrowed(sitting.folder / "memory"),
         "check": checked,
     }
 

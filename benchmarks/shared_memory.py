@@ -6,10 +6,11 @@ sizes; what eyesplice costs is less. An engine that borrows lets go of its own w
 cache and maps the lender's (CUDA IPC), so that a pair differs in what is compared only.
 """
 
+import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -52,6 +53,7 @@ class Memory:
         self._rank = rank
         self._lent: list[Tensor] = []
         self.num_bytes = 0
+        self.failed: str | None = None
 
     @classmethod
     def of_environment(cls, rank: int) -> "Memory":
@@ -62,15 +64,22 @@ class Memory:
     def weights(self, model: nn.Module) -> None:
         """Lend the model's parameters and buffers, or take the lender's.
 
+        Where a process may not map another's memory, `failed` says so and each keeps its
+        own.
+
         Raises:
             ValueError: another name, layout or value than the lender's.
         """
         found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own = {name: t.data for name, t in found.items() if t.is_cuda}
+        own = {name: t.data for name, t in found.items() if _on_gpu(t)}
         if self._lends:
             self._lend("weights", list(own.items()))
             return
-        theirs = dict(self._borrowed("weights"))
+        try:
+            theirs = dict(self._borrowed("weights"))
+        except RuntimeError as error:
+            self.failed = str(error)
+            return
         if theirs.keys() != own.keys():
             raise ValueError(f"other weights: {sorted(theirs.keys() ^ own.keys())}")
         for name, tensor in own.items():
@@ -86,7 +95,8 @@ class Memory:
     def cache(self) -> Iterator[None]:
         """Inside, the large tensors of bytes that the engine allocates are shared."""
         allocate, made = torch.zeros, []
-        theirs = None if self._lends else iter(self._borrowed("cache"))
+        borrows = not self._lends and self.failed is None
+        theirs = iter(self._borrowed("cache")) if borrows else None
 
         def zeros(*size: Any, **options: Any) -> Tensor:
             wanted = options.get("dtype") is torch.int8 and _count(size) >= _LARGE
@@ -101,7 +111,7 @@ class Memory:
             self.num_bytes += tensor.nbytes
             return tensor.view(torch.Size(size[0]) if _listed(size) else size)
 
-        torch.zeros = zeros  # type: ignore[assignment]  # put back below
+        torch.zeros = zeros  # Put back below.
         try:
             yield
         finally:
@@ -127,12 +137,14 @@ class Memory:
                 raise TimeoutError(f"nobody lent {what}")
             time.sleep(0.1)
         # Of the pair's own making, in a folder that this benchmark made for it.
-        handles = pickle.loads(self._file(what).read_bytes())  # noqa: S301
+        handles = pickle.loads(self._file(what).read_bytes())
         return [(name, rebuild(*arguments)) for name, (rebuild, arguments) in handles]
 
     def note(self) -> None:
-        """Leave the number of borrowed bytes for the parent."""
-        self._file("shared").write_text(str(self.num_bytes))
+        """Leave for the parent what was borrowed."""
+        if not self._lends:
+            found = {"bytes": self.num_bytes, "failed": self.failed}
+            self._file("borrowed").write_text(json.dumps(found))
 
 
 def handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -143,10 +155,14 @@ def handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     return found
 
 
-def shared_bytes(folder: Path) -> Mapping[str, int]:
-    """Bytes that each rank of the borrower shares, by rank."""
-    found = folder.glob("shared-*")
-    return {f.name.removeprefix("shared-"): int(f.read_text()) for f in found}
+def borrowed(folder: Path) -> dict[str, Any]:
+    """What each rank of the borrower has from the lender, and why not: by rank."""
+    found = folder.glob("borrowed-*")
+    return {f.name.partition("-")[2]: json.loads(f.read_text()) for f in found}
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -202,10 +202,8 @@ class FrontEnd:
         self, extra_args: Mapping[str, Any], context: Context
     ) -> Lowered | None:
         """What the request asks for; None for nothing."""
-        text = extra_args.get(KEY)
-        alone = isinstance(text, str) and "hotwire" not in extra_args
-        known = self._known.get(text, context) if alone else None
-        if known is not None:
+        text = None if "hotwire" in extra_args else extra_args.get(KEY)
+        if isinstance(text, str) and (known := self._known.get(text, context)):
             return known
         request = parse_request(extra_args, context)
         if request is None or not request.functions:
@@ -219,7 +217,7 @@ class FrontEnd:
             program,
             digests(context.vectors, {name for names in own for name in names}),
         )
-        if alone:
+        if isinstance(text, str):
             self._known.keep(text, found)
         return found
 

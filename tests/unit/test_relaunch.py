@@ -109,7 +109,9 @@ def addresses(argument):
     """As `taken`, of addresses that stand for tensors already."""
     if isinstance(argument, tuple):
         return tuple(map(addresses, argument))
-    return argument if isinstance(argument, int) and argument > 2**31 else taken(argument)
+    return (
+        argument if isinstance(argument, int) and argument > 2**31 else taken(argument)
+    )
 
 
 def assert_same(mine, by_triton) -> None:
