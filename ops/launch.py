@@ -90,7 +90,7 @@ def choose_launch(width: int, num_tokens: int, max_tokens: int) -> Launch:
     if width <= 1024 and max_tokens >= 1024:
         return Launch(warps=1, early=early)
     warps = min(max(block_of(width) // 256, 1), 16)
-    rows = -(-num_tokens // _multiprocessors())
+    rows = max(-(-num_tokens // _multiprocessors()), 1)
     if REGISTERS // (32 * warps * rows) >= 128:
         return Launch(warps, early=early)
     wide = block_of(width) > 256 * warps
