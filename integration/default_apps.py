@@ -1,5 +1,6 @@
 """Which deployed apps new requests can name, and which they get without naming one."""
 
+import threading
 from collections.abc import Sequence
 
 from eyesplice._errors import SpecError
@@ -15,11 +16,13 @@ class AppSwitches:
         self._names = tuple(names)
         self._default = tuple(default)
         self.disabled: frozenset[str] = frozenset()
+        # The server switches apps in threads.
+        self._lock = threading.Lock()
 
     @property
-    def has_default(self) -> bool:
-        """Whether a request that names nothing gets an app now."""
-        return any(name not in self.disabled for name in self._default)
+    def defaults(self) -> tuple[str, ...]:
+        """The apps that a request gets now if it names none."""
+        return tuple(name for name in self._default if name not in self.disabled)
 
     def enable(self, name: str) -> None:
         """Let new requests have the app.
@@ -27,7 +30,8 @@ class AppSwitches:
         Raises:
             SpecError: no such app.
         """
-        self.disabled -= {self._known(name)}
+        with self._lock:
+            self.disabled -= {self._known(name)}
 
     def disable(self, name: str) -> None:
         """Keep the app from new requests.
@@ -35,7 +39,8 @@ class AppSwitches:
         Raises:
             SpecError: no such app.
         """
-        self.disabled |= {self._known(name)}
+        with self._lock:
+            self.disabled |= {self._known(name)}
 
     def _known(self, name: str) -> str:
         if name in self._names:

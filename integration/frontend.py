@@ -20,6 +20,7 @@ from eyesplice.integration.router import prompt_length
 
 KEYS: Final = (KEY, "hotwire")
 _FRONT: Final = "_eyesplice_front"
+_SALT: Final = f"|{KEY}:"
 _KNOWN: Final = 1024
 """Texts whose requests are kept."""
 
@@ -126,6 +127,11 @@ class FrontEnd:
             )
         return self._deployment
 
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        """The apps that a request gets now if it names none."""
+        return self._switches.defaults
+
     def is_enabled(self, name: str) -> bool:
         """Whether new requests can have the app."""
         return name not in self._switches.disabled
@@ -168,7 +174,7 @@ class FrontEnd:
         extra_args = getattr(params, "extra_args", None)
         if extra_args and any(key in extra_args for key in keys):
             return True
-        return self._switches.has_default and hasattr(params, "max_tokens")
+        return bool(self._switches.defaults) and hasattr(params, "max_tokens")
 
     def admit(self, extra_args: Mapping[str, Any]) -> Admission:
         """Validate what a request asks for.
@@ -229,8 +235,8 @@ def cache_salt(program: Program, num_prompt_tokens: int) -> str:
     prompts of one length only: what one request generated may be another's prompt.
     """
     if program.depends_on_prompt_length:
-        return f"|{KEY}:{program.digest}:{num_prompt_tokens}"
-    return f"|{KEY}:{program.digest}"
+        return f"{_SALT}{program.digest}:{num_prompt_tokens}"
+    return f"{_SALT}{program.digest}"
 
 
 def open_front_end(processor: Any) -> None:
@@ -242,8 +248,9 @@ def open_front_end(processor: Any) -> None:
     front = FrontEnd(processor.vllm_config)
     setattr(processor, _FRONT, front)
     if front.switched_on:
-        from eyesplice.integration import http_routes
+        from eyesplice.integration import beams, http_routes
 
+        beams.attach()
         http_routes.attach()
 
 
@@ -263,14 +270,27 @@ def process_inputs(
     params = kwargs["params"] if "params" in kwargs else args[2]
     front: FrontEnd = getattr(processor, _FRONT)
     if not front.concerns(params):
-        return original(processor, *args, **kwargs)
+        result = original(processor, *args, **kwargs)
+        if front.switched_on:
+            _refuse_forged_salt(result)
+        return result
     try:
         admission = front.admit(params.extra_args or {})
     except SpecError as error:
         raise served(error) from None
     result = original(processor, *args, **kwargs)
+    _refuse_forged_salt(result)
     _mark(result, admission)
     return result
+
+
+def _refuse_forged_salt(result: Any) -> None:
+    """Refuse a client's salt that could be a program's: it would share its blocks."""
+    salt = result.cache_salt
+    if salt and _SALT in salt:
+        raise served(
+            SpecError("cache_salt", salt, f"text without {_SALT!r}", "choose another")
+        )
 
 
 def _mark(result: Any, admission: Admission) -> None:

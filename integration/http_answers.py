@@ -48,16 +48,17 @@ async def _chat_full(
             yield output
 
     response = await original(self, request, watched(), *args, **kwargs)
-    return _with_field(response, last)
+    return with_field(response, last)
 
 
 def _completion_full(
     original: Callable[..., Any], self: Any, outputs: list[Any], *args: Any, **kw: Any
 ) -> Any:
-    return _with_field(original(self, outputs, *args, **kw), outputs)
+    return with_field(original(self, outputs, *args, **kw), outputs)
 
 
-def _with_field(response: Any, outputs: Iterable[Any]) -> Any:
+def with_field(response: Any, outputs: Iterable[Any]) -> Any:
+    """A response, with the answers of the outputs that it was made of."""
     answers = [answer_of(part) for output in outputs for part in output.outputs]
     if any(answer is not None for answer in answers) and hasattr(response, "choices"):
         one = answers[0] if len(answers) == 1 else {"choices": answers}

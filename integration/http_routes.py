@@ -11,7 +11,7 @@ from eyesplice._errors import SpecError
 from eyesplice._version import __version__
 from eyesplice.fx_passes.context import VectorInfo
 from eyesplice.fx_passes.report import SiteRow
-from eyesplice.integration import http_answers, ledger
+from eyesplice.integration import beams, http_answers, http_other_answers, ledger
 from eyesplice.integration.deployed import AppStatus, Deployed, deployed
 
 _ROOT: Final = "/v1/eyesplice"
@@ -30,6 +30,8 @@ def _add_to(original: Callable[..., Any], app: FastAPI) -> Any:
     result = original(app)
     app.include_router(router)
     http_answers.attach()
+    http_other_answers.attach()
+    beams.attach_to_server()
     return result
 
 

@@ -177,6 +177,69 @@ COMPLETION_STREAM: Final = PrivateName(
     "generator gives (prompt index, output), yields SSE text",
     when_gone="wrap create_completion",
 )
+CHAT_BATCH: Final = PrivateName(
+    "vllm.entrypoints.openai.chat_completion.batch_serving",
+    "OpenAIServingChatBatch.chat_completion_full_generator_batch",
+    why="wrapped: adds the answers to the response of /v1/chat/completions/batch",
+    versions="0.25.1 and 0.32.0; (request, generators, ...), a coroutine",
+    when_gone="wrap create_batch_chat_completion",
+)
+MESSAGES_FULL: Final = PrivateName(
+    "vllm.entrypoints.anthropic.serving",
+    "AnthropicServingMessages.messages_full_converter",
+    why="wrapped: takes the answer over from the chat that /v1/messages is made of",
+    versions="0.25.1 and 0.32.0; the response that it gives keeps no unknown fields",
+    when_gone="wrap create_messages",
+)
+MESSAGES_STREAM: Final = PrivateName(
+    "vllm.entrypoints.anthropic.serving",
+    "AnthropicServingMessages.message_stream_converter",
+    why="wrapped: likewise, the answer of a stream",
+    versions="0.25.1 and 0.32.0; takes chunks of a chat's stream, yields SSE text",
+    when_gone="wrap create_messages",
+)
+RESPONSES_TURNS: Final = PrivateName(
+    "vllm.entrypoints.openai.responses.serving",
+    "OpenAIServingResponses._generate_with_builtin_tools",
+    why="wrapped: sees the outputs of /v1/responses, by `append_output` of its context",
+    versions="0.25.1 and 0.32.0, other arguments; one request of the engine a turn",
+    when_gone="wrap append_output of the contexts",
+)
+RESPONSES_FULL: Final = PrivateName(
+    "vllm.entrypoints.openai.responses.serving",
+    "OpenAIServingResponses.responses_full_generator",
+    why="wrapped: adds the answer to a response, which a stream ends with too",
+    versions="0.25.1 and 0.32.0; the context is the fourth argument; a coroutine",
+    when_gone="wrap create_responses",
+)
+CHAT_BEAMS: Final = PrivateName(
+    "vllm.entrypoints.openai.chat_completion.protocol",
+    "ChatCompletionRequest.to_beam_search_params",
+    why="wrapped: beam search drops vllm_xargs, so a request that has our key is refused",
+    versions="0.25.1 and 0.32.0; uses the request's vllm_xargs",
+    when_gone="refuse use_beam_search in create_chat_completion",
+)
+COMPLETION_BEAMS: Final = PrivateName(
+    "vllm.entrypoints.openai.completion.protocol",
+    "CompletionRequest.to_beam_search_params",
+    why="wrapped: as CHAT_BEAMS",
+    versions="0.25.1 and 0.32.0; uses the request's vllm_xargs",
+    when_gone="refuse use_beam_search in create_completion",
+)
+BEAMS_ONLINE: Final = PrivateName(
+    "vllm.entrypoints.generate.beam_search.online",
+    "BeamSearchOnlineMixin.beam_search",
+    why="wrapped: refused while there are default apps",
+    versions="0.25.1 and 0.32.0; uses engine_client.input_processor of the server",
+    when_gone="refuse use_beam_search in create_completion and create_chat_completion",
+)
+BEAMS_OFFLINE: Final = PrivateName(
+    "vllm.entrypoints.generate.beam_search.offline",
+    "BeamSearchOfflineMixin.beam_search",
+    why="wrapped: as BEAMS_ONLINE",
+    versions="0.25.1 and 0.32.0; a base of LLM, uses llm_engine.input_processor",
+    when_gone="wrap LLM.beam_search",
+)
 V1_UPDATE_STATES: Final = PrivateName(
     "vllm.v1.worker.gpu_model_runner",
     "GPUModelRunner._update_states",

@@ -323,6 +323,68 @@ def test_several_choices_have_an_answer_each(client: OpenAI) -> None:
     assert counts == [len(PROMPT) + 3, 4 + 3]
 
 
+CHAT = [{"role": "user", "content": " ".join(f"w{number}" for number in PROMPT)}]
+
+
+def _post(server: Server, path: str, spec: str = "push", **body: Any) -> dict[str, Any]:
+    xargs = {"vllm_xargs": {"eyesplice": spec}}
+    greedy = {"model": "tiny", "temperature": 0}
+    status, answer = server.call("POST", path, {**greedy, **xargs, **body})
+    assert status == 200, answer
+    return answer
+
+
+def _events(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
+    body = {"model": "tiny", "temperature": 0, "stream": True, **body}
+    request = urllib.request.Request(
+        server.root + path,
+        json.dumps({**body, "vllm_xargs": {"eyesplice": "push"}}).encode(),
+        {"Content-Type": "application/json", **HEADERS},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line for line in answer if line.startswith(b"data: {")]
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines]
+
+
+def _tokens_written(answer: dict[str, Any]) -> int:
+    (write,) = answer["writes"]
+    assert answer["apps"] == ["push"] and write["function"] == "push/0"
+    tokens: int = write["tokens"]
+    return tokens
+
+
+def test_every_route_that_steers_gives_the_answer(server: Server) -> None:
+    computed = len(PROMPT) + 3
+    messages = {"messages": CHAT, "max_tokens": 4}
+    responses = {"input": CHAT, "max_output_tokens": 4}
+    full = [
+        _post(server, "/v1/messages", **messages)["eyesplice"],
+        _post(server, "/v1/responses", **responses)["eyesplice"],
+        _events(server, "/v1/messages", **messages)[-2]["eyesplice"],
+        _events(server, "/v1/responses", **responses)[-1]["response"]["eyesplice"],
+    ]
+    assert [_tokens_written(answer) for answer in full] == [computed] * 4
+    batch = {"messages": [CHAT, CHAT], "max_tokens": 4}
+    answer = _post(server, "/v1/chat/completions/batch", **batch)["eyesplice"]
+    assert [_tokens_written(one) for one in answer["choices"]] == [computed] * 2
+    for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
+        assert "eyesplice" not in _post(server, path, "off", **body)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_beam_search_is_refused_rather_than_not_steered(
+    server: Server, path: str
+) -> None:
+    given = {"prompt": PROMPT} if path == "completions" else {"messages": CHAT}
+    body = {"model": "tiny", "use_beam_search": True, "max_tokens": 2, **given}
+    call = ("POST", f"/v1/{path}")
+    for key in ("eyesplice", "hotwire"):
+        status, answer = server.call(*call, {**body, "vllm_xargs": {key: "push"}})
+        assert status == 400 and "beam" in answer["error"]["message"], answer
+    for xargs in ({}, {"vllm_xargs": {"eyesplice": "off"}}):
+        assert server.call(*call, body | xargs)[0] == 200
+
+
 def test_an_app_is_switched_off_and_on_again(server: Server, client: OpenAI) -> None:
     steered = complete(client, "push").choices[0].token_ids
     status, app = server.call("POST", "/v1/eyesplice/apps/push/disable")

@@ -62,11 +62,12 @@ def remembered(monkeypatch):
     return found
 
 
-def process(front, given):
+def process(front, given, cache_salt=None):
     processor = SimpleNamespace(_eyesplice_front=front)
 
     def original(_processor, _id, _prompt, _params):
         request = core_request()
+        request.cache_salt = cache_salt
         request.sampling_params.extra_args = given.extra_args
         return request
 
@@ -96,6 +97,19 @@ def test_a_steered_request(opened, remembered):
     ((name, program, asked, more),) = remembered
     assert (name, asked.apps) == ("r", ("steer",)) and program.changes_kv
     assert more == {"vectors": {}, "error": None}
+
+
+def test_no_client_can_name_the_cache_of_a_program(opened, remembered):
+    front = opened()
+    forged = process(front, params(eyesplice="steer")).cache_salt
+    remembered.clear()
+    for given in (params(), params(eyesplice="steer"), params(eyesplice="watch")):
+        assert process(front, given, "mine").cache_salt.startswith("mine")
+        remembered.clear()
+        for salt in (forged, "mine" + forged):
+            with pytest.raises(SpecError, match="cache_salt"):
+                process(front, given, salt)
+        assert not remembered
 
 
 def test_a_request_that_only_reads_shares_blocks_but_takes_none(opened, remembered):

@@ -273,14 +273,14 @@ def test_a_rule_is_applied_to_the_models_vocabulary(tmp_path):
 
 def test_switches():
     switches = AppSwitches(["a", "b"], ["a"])
-    assert switches.has_default and not switches.disabled
+    assert switches.defaults == ("a",) and not switches.disabled
     before = switches.disabled
     switches.disable("a")
     switches.disable("a")
     assert switches.disabled == {"a"} and not before
-    assert not switches.has_default
+    assert not switches.defaults
     switches.enable("a")
-    assert switches.has_default
+    assert switches.defaults == ("a",)
     for switch in (switches.enable, switches.disable):
         with pytest.raises(SpecError, match="a, b"):
             switch("c")
