@@ -146,6 +146,9 @@ def _scores(
     """Scores by function: per token after `since`, or reduced over all of them."""
     if asked.program is None or not asked.program.scores:
         return {}
+    if not raw.num_scores:
+        # Nothing has arrived: the request was aborted, or could not run as asked.
+        raw = RawAnswer(num_scores=len(asked.program.scores))
     positions, scores = raw.score_rows()
     found: dict[str, Any] = {}
     for index, function in enumerate(asked.functions):

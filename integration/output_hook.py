@@ -9,6 +9,7 @@ RequestOutput.add
                  joins the answers of outputs that are joined
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,8 @@ from eyesplice.integration import answers, ledger
 from eyesplice.integration.answer_body import first_answer, joined
 from eyesplice.integration.answers import Record
 from eyesplice.integration.config import KEY
+
+logger = logging.getLogger("vllm.eyesplice")
 
 
 def attach() -> None:
@@ -107,7 +110,13 @@ def _new_completion_output(
     output = original(state, token_ids, finish_reason, *args, **kwargs)
     delta = state.output_kind.name == "DELTA"
     finished = finish_reason is not None
-    setattr(output, KEY, record.answer(finished=finished, delta=delta))
+    try:
+        answer = record.answer(finished=finished, delta=delta)
+    except Exception as error:
+        # vLLM ends the whole server when the outputs of one request cannot be made.
+        logger.exception("no answer for request %s", state.request_id)
+        answer = {"error": f"its answer could not be made: {error!r}"}
+    setattr(output, KEY, answer)
     return output
 
 

@@ -311,6 +311,27 @@ def test_a_stream_ends_with_the_answer(client: OpenAI) -> None:
             assert any(found[:-1])
 
 
+def test_requests_that_clients_abort_harm_nobody(server: Server) -> None:
+    reads = [
+        {"read": "dot", "name": f"r{layer}", "weight": "v", "layers": [layer]}
+        for layer in range(3)
+    ]
+    spec = {"vllm_xargs": {"eyesplice": json.dumps({"reads": reads})}}
+    before = server.tokens()
+    data = json.dumps(server.greedy(stream=True, max_tokens=200, **spec)).encode()
+    # Half of them are gone before they have a token: there is room for eight.
+    for _ in range(16):
+        request = urllib.request.Request(
+            server.root + "/v1/completions",
+            data,
+            {"Content-Type": "application/json", **HEADERS},
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+    assert server.tokens() == before
+    status, answer = server.complete(**spec)
+    assert status == 200 and set(answer["eyesplice"]["scores"]) == {"r0", "r1", "r2"}
+
+
 def test_several_choices_have_an_answer_each(client: OpenAI) -> None:
     answer = client.completions.create(
         model="tiny",

@@ -8,7 +8,7 @@ import torch
 
 import eyesplice
 from eyesplice import App, SpecError
-from eyesplice.integration import frontend
+from eyesplice.integration import beams, frontend
 from eyesplice.integration.deployment import Deployment
 from eyesplice.integration.frontend import FrontEnd
 from tests.deployment_world import HIDDEN, all_armed, steer, vllm_config
@@ -97,6 +97,24 @@ def test_a_steered_request(opened, remembered):
     ((name, program, asked, more),) = remembered
     assert (name, asked.apps) == ("r", ("steer",)) and program.changes_kv
     assert more == {"vectors": {}, "error": None}
+
+
+def test_beams_wait_until_no_app_is_a_default(opened):
+    front = opened(default=["steer"])
+    processor = SimpleNamespace(_eyesplice_front=front)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(input_processor=processor))
+    server = SimpleNamespace(engine_client=SimpleNamespace(input_processor=processor))
+    ways = ((beams._offline, llm), (beams._online, server))
+
+    def search(owner, prompts):
+        return f"beams of {prompts}"
+
+    for way, owner in ways:
+        with pytest.raises(SpecError, match=r"beam search.*default apps: steer"):
+            way(search, owner, "prompts")
+    front.disable("steer")
+    for way, owner in ways:
+        assert way(search, owner, "prompts") == "beams of prompts"
 
 
 def test_no_client_can_name_the_cache_of_a_program(opened, remembered):

@@ -16,11 +16,11 @@ from eyesplice.fx_passes.program import (
 )
 from eyesplice.fx_passes.request import Request
 from eyesplice.fx_passes.sites import Site
-from eyesplice.integration import answers
+from eyesplice.integration import answers, output_hook
 from eyesplice.integration.answer_body import Asked, body, joined, new_scores
 from eyesplice.integration.raw_answers import RawAnswer, StepAnswer, StepScores
 from eyesplice.integration.scheduler_hook import update_from_output
-from eyesplice.ops.layout import Scope
+from eyesplice.ops.layout import Reduce, Scope
 
 TEXT = Request().canonical()
 SERIALS = itertools.count()
@@ -208,6 +208,48 @@ def test_a_request_served_without_effect_says_why():
     assert answer["error"] == "no vector x" and answer["writes"] == []
     silent = body(Asked(program([]), {}), None)
     assert "before the engine reported anything" in silent["error"]
+
+
+@pytest.mark.parametrize(
+    "found", [None, RawAnswer(), raw(step(errors={"a": "ran without effect: v"}))]
+)
+def test_an_answer_without_results_has_every_function(found):
+    """Of a request that was aborted, or that the worker could not run as asked."""
+    functions = [
+        function("p", "probe", (4, 7)),
+        function("s", "sae"),
+        function("m", "dot", reduce=Reduce.MEAN),
+        function("r", "router", top_k=2),
+        function("c", "capture"),
+    ]
+    scores = [ScoreInfo(0, 4, None, Scope.NONE), ScoreInfo(0, 7, None, Scope.NONE)]
+    scores += [ScoreInfo(1, 0, feature, Scope.NONE) for feature in (3, 9)]
+    scores += [ScoreInfo(2, 0, None, Scope.NONE)]
+    sites = (Site(0, "router.logits"), Site(0, "residual.post"))
+    captures = [CaptureInfo(3, sites[0]), CaptureInfo(4, sites[1])]
+    asked = Asked(program(functions, scores, captures), {})
+    answer = body(asked, found)
+    empty = [{"layer": layer, "values": [], "positions": []} for layer in (4, 7, 0)]
+    assert answer["scores"] == {"p": empty[:2], "s": empty[2], "m": empty[2]}
+    assert answer["experts"]["r"]["experts"] == []
+    assert answer["captures"]["blocks.0.hook_resid_post"]["positions"] == []
+    assert ("error" in answer) == (found is None or found.error is not None)
+    assert found is None or new_scores(asked, found, -1) is None
+
+
+def test_an_answer_that_cannot_be_made_harms_nobody_else(monkeypatch):
+    """vLLM's front end ends with an exception that leaves the making of an output."""
+    record = answers.Record(Asked(program([]), {}))
+    state = SimpleNamespace(request_id="a", output_kind=SimpleNamespace(name="DELTA"))
+
+    def original(_state, token_ids, finish_reason):
+        return SimpleNamespace(token_ids=token_ids, finish_reason=finish_reason)
+
+    monkeypatch.setattr(answers, "body", lambda *_: 1 / 0)
+    make = output_hook._new_completion_output
+    output = make(original, state, record, [1, 2], "stop")
+    assert output.token_ids == [1, 2]
+    assert "ZeroDivisionError" in output.eyesplice["error"]
 
 
 def test_parts_of_a_stream_join_to_the_whole():

@@ -1,5 +1,7 @@
 """The apps of a deployment, for a stand-in of a model."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -284,6 +286,28 @@ def test_switches():
     for switch in (switches.enable, switches.disable):
         with pytest.raises(SpecError, match="a, b"):
             switch("c")
+
+
+class _Slow(frozenset):
+    """A set whose changes take as long as another thread needs to change it too."""
+
+    def __or__(self, other):
+        time.sleep(0.02)
+        return _Slow(frozenset(self) | other)
+
+    def __sub__(self, other):
+        time.sleep(0.02)
+        return _Slow(frozenset(self) - other)
+
+
+def test_switches_turned_at_the_same_time_are_all_turned():
+    names = [f"app{number}" for number in range(6)]
+    switches = AppSwitches(names, [])
+    switches.disabled = _Slow(names[:3])
+    with ThreadPoolExecutor(6) as threads:
+        threads.map(switches.enable, names[:3])
+        threads.map(switches.disable, names[3:])
+    assert switches.disabled == set(names[3:])
 
 
 def test_names_of_apps_cannot_collide_with_vectors():
