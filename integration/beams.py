@@ -38,7 +38,7 @@ def _parameters(
 ) -> Any:
     named = request.vllm_xargs or {}
     for key in KEYS:
-        if key in named and named[key] != _OFF:
+        if key in named and (key, named[key]) != (KEY, _OFF):
             raise served(
                 SpecError(
                     f"use_beam_search with {key}",

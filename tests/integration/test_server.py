@@ -318,8 +318,9 @@ def test_requests_that_clients_abort_harm_nobody(server: Server) -> None:
     ]
     spec = {"vllm_xargs": {"eyesplice": json.dumps({"reads": reads})}}
     before = server.tokens()
-    data = json.dumps(server.greedy(stream=True, max_tokens=200, **spec)).encode()
-    # Half of them are gone before they have a token: there is room for eight.
+    several = server.greedy(stream=True, max_tokens=60, n=3, temperature=1, **spec)
+    data = json.dumps(several).encode()
+    # Some are gone before they have a token: there is room for eight.
     for _ in range(16):
         request = urllib.request.Request(
             server.root + "/v1/completions",
@@ -327,7 +328,8 @@ def test_requests_that_clients_abort_harm_nobody(server: Server) -> None:
             {"Content-Type": "application/json", **HEADERS},
         )
         urllib.request.urlopen(request, timeout=60).close()
-    assert server.tokens() == before
+    # Long enough for all of them to end, if they were not aborted.
+    assert server.tokens(max_tokens=240)[: len(before)] == before
     status, answer = server.complete(**spec)
     assert status == 200 and set(answer["eyesplice"]["scores"]) == {"r0", "r1", "r2"}
 
@@ -398,12 +400,10 @@ def test_beam_search_is_refused_rather_than_not_steered(
 ) -> None:
     given = {"prompt": PROMPT} if path == "completions" else {"messages": CHAT}
     body = {"model": "tiny", "use_beam_search": True, "max_tokens": 2, **given}
-    call = ("POST", f"/v1/{path}")
     for key in ("eyesplice", "hotwire"):
-        status, answer = server.call(*call, {**body, "vllm_xargs": {key: "push"}})
+        body["vllm_xargs"] = {key: "push"}
+        status, answer = server.call("POST", f"/v1/{path}", body)
         assert status == 400 and "beam" in answer["error"]["message"], answer
-    for xargs in ({}, {"vllm_xargs": {"eyesplice": "off"}}):
-        assert server.call(*call, body | xargs)[0] == 200
 
 
 def test_an_app_is_switched_off_and_on_again(server: Server, client: OpenAI) -> None:

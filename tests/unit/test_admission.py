@@ -117,6 +117,30 @@ def test_beams_wait_until_no_app_is_a_default(opened):
         assert way(search, owner, "prompts") == "beams of prompts"
 
 
+@pytest.mark.parametrize(
+    ("xargs", "refused"),
+    [
+        (None, False),
+        ({"other": 1}, False),
+        ({"eyesplice": "off", "other": 1}, False),
+        ({"eyesplice": "steer"}, True),
+        ({"eyesplice": "{}"}, True),
+        ({"hotwire": "off"}, True),
+    ],
+)
+def test_beams_are_for_requests_without_functions(xargs, refused):
+    request = SimpleNamespace(vllm_xargs=xargs)
+
+    def to_beam_search_params(request, max_tokens):
+        return max_tokens
+
+    if refused:
+        with pytest.raises(SpecError, match="use_beam_search"):
+            beams._parameters(to_beam_search_params, request, 7)
+    else:
+        assert beams._parameters(to_beam_search_params, request, 7) == 7
+
+
 def test_no_client_can_name_the_cache_of_a_program(opened, remembered):
     front = opened()
     forged = process(front, params(eyesplice="steer")).cache_salt
