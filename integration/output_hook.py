@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from eyesplice.integration import answers, ledger
 from eyesplice.integration.answer_body import first_answer, joined
@@ -57,14 +58,18 @@ def _add_request(
 
 
 def _answer_with(state: Any, record: Record) -> None:
-    """Make the outputs of one request carry its answer; safe to call again."""
+    """Make the outputs of one request carry its answer; safe to call again.
+
+    The request holds what makes its outputs, which therefore must not hold the request:
+    its results would stay until the garbage collector finds them.
+    """
     completion, whole = ledger.NEW_COMPLETION_OUTPUT, ledger.NEW_REQUEST_OUTPUT
     for name, around in (
         (completion, _new_completion_output),
         (whole, _new_request_output),
     ):
         original = getattr(type(state), name.attribute)
-        setattr(state, name.attribute, partial(around, original, state, record))
+        setattr(state, name.attribute, partial(around, original, ref(state), record))
 
 
 def _abort_requests(
@@ -100,13 +105,14 @@ def _process_outputs(
 
 def _new_completion_output(
     original: Callable[..., Any],
-    state: Any,
+    state_of: Callable[[], Any],
     record: Record,
     token_ids: list[int],
     finish_reason: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    state = state_of()
     output = original(state, token_ids, finish_reason, *args, **kwargs)
     delta = state.output_kind.name == "DELTA"
     finished = finish_reason is not None
@@ -122,12 +128,12 @@ def _new_completion_output(
 
 def _new_request_output(
     original: Callable[..., Any],
-    state: Any,
+    state_of: Callable[[], Any],
     record: Record,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    output = original(state, *args, **kwargs)
+    output = original(state_of(), *args, **kwargs)
     # A pooling request has one output, not a list of them, and never an answer.
     if isinstance(output.outputs, list):
         answer = first_answer(output.outputs, KEY)

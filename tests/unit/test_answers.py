@@ -1,7 +1,9 @@
 """The road back, from the worker's steps to the object that a client gets."""
 
 import base64
+import gc
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -247,9 +249,37 @@ def test_an_answer_that_cannot_be_made_harms_nobody_else(monkeypatch):
 
     monkeypatch.setattr(answers, "body", lambda *_: 1 / 0)
     make = output_hook._new_completion_output
-    output = make(original, state, record, [1, 2], "stop")
+    output = make(original, lambda: state, record, [1, 2], "stop")
     assert output.token_ids == [1, 2]
     assert "ZeroDivisionError" in output.eyesplice["error"]
+
+
+class _State:
+    """A request of vLLM's output processor."""
+
+    request_id = "a"
+    output_kind = SimpleNamespace(name="FINAL_ONLY")
+
+    def _new_completion_output(self, token_ids, finish_reason):
+        return SimpleNamespace(token_ids=token_ids)
+
+    def _new_request_output(self, outputs):
+        return SimpleNamespace(outputs=outputs)
+
+
+def test_results_go_with_the_request_and_not_with_the_next_garbage_collection():
+    state, record = _State(), answers.Record(Asked(program([]), {}))
+    output_hook._answer_with(state, record)
+    part = state._new_completion_output([1], "stop")
+    whole = state._new_request_output([part])
+    assert whole.eyesplice == part.eyesplice == body(record.asked, None)
+    gone = weakref.ref(state)
+    gc.disable()
+    try:
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_parts_of_a_stream_join_to_the_whole():
