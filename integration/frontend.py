@@ -1,5 +1,6 @@
 """Admits requests in the front end: validates, normalises, salts the prefix cache."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,20 +56,27 @@ class _Known:
     def __init__(self) -> None:
         self._context: Context | None = None
         self._found: OrderedDict[str, Lowered] = OrderedDict()
+        # vLLM's `AsyncLLM` admits prompts that are text in threads.
+        self._lock = threading.Lock()
 
     def get(self, text: str, context: Context) -> Lowered | None:
         """What is known of a text in this context."""
-        if context is not self._context:
-            self._context = context
-            self._found.clear()
-        found = self._found.get(text)
-        if found is not None:
-            self._found.move_to_end(text)
-        return found
+        with self._lock:
+            if context is not self._context:
+                self._context = context
+                self._found.clear()
+            found = self._found.get(text)
+            if found is not None:
+                self._found.move_to_end(text)
+            return found
 
-    def keep(self, text: str, lowered: Lowered) -> None:
-        """Know it from now on, in the context of the last `get`."""
-        if len(text) <= _LONGEST:
+    def keep(self, text: str, context: Context, lowered: Lowered) -> None:
+        """Know it from now on, unless requests have another context by now."""
+        if len(text) > _LONGEST:
+            return
+        with self._lock:
+            if context is not self._context:
+                return
             self._found[text] = lowered
             if len(self._found) > _KNOWN:
                 self._found.popitem(last=False)
@@ -224,7 +232,7 @@ class FrontEnd:
             digests(context.vectors, {name for names in own for name in names}),
         )
         if isinstance(text, str):
-            self._known.keep(text, found)
+            self._known.keep(text, context, found)
         return found
 
 

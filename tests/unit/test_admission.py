@@ -269,6 +269,24 @@ def test_the_other_key_is_never_forgotten(opened, remembered):
         front.admit({"eyesplice": "watch", "hotwire": "no JSON"})
 
 
+def test_a_text_that_is_lowered_while_its_app_is_disabled_is_not_known_after(
+    opened, monkeypatch
+):
+    """`AsyncLLM` admits in threads: another request meets the new switches first."""
+    front, original = opened(), frontend.lower
+
+    def lower(request, context):
+        monkeypatch.setattr(frontend, "lower", original)
+        front.disable("steer")
+        front.admit({"eyesplice": "watch"})
+        return original(request, context)
+
+    monkeypatch.setattr(frontend, "lower", lower)
+    assert front.admit({"eyesplice": "steer"}).program is not None
+    with pytest.raises(SpecError, match="steer"):
+        front.admit({"eyesplice": "steer"})
+
+
 def test_what_is_known_stays_small(opened, remembered, monkeypatch):
     monkeypatch.setattr(frontend, "_KNOWN", 2)
     monkeypatch.setattr(frontend, "_LONGEST", 40)
