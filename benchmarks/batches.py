@@ -1,7 +1,10 @@
 """Requests of a benchmark: greedy, of a given length, with prompts drawn from a seed."""
 
 import random
-from typing import Any
+from typing import Any, Final
+
+SETTLE: Final = 8
+"""Tokens that each request of a full batch has before a decode step counts."""
 
 
 def greedy(

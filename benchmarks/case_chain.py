@@ -18,13 +18,18 @@ class CaseChain(TyperGroup):
         return found
 
     def invoke(self, ctx: Any) -> Any:
+        # Before the first case runs: it takes minutes until a later one's turn comes.
+        later = [self._later(ctx, *case) for case in ctx.meta[_LATER]]
         result = super().invoke(ctx)
-        for name, *args in ctx.meta[_LATER]:
-            command = self.get_command(ctx, name)
-            assert command is not None
-            with command.make_context(name, list(args), parent=ctx) as inner:
+        for command, inner in later:
+            with inner:
                 result = command.invoke(inner)
         return result
+
+    def _later(self, ctx: Any, name: str, *args: str) -> tuple[Any, Any]:
+        command = self.get_command(ctx, name)
+        assert command is not None
+        return command, command.make_context(name, list(args), parent=ctx)
 
 
 def split_cases(args: Sequence[str], names: Collection[str]) -> list[list[str]]:

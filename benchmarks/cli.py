@@ -48,13 +48,17 @@ def _shared(
         "bench"
     ),
     load_format: Annotated[str, typer.Option(help="vLLM's: dummy, auto.")] = "dummy",
-    rounds: Annotated[int, typer.Option(help="Counted rounds, paired.")] = 7,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Counted rounds, paired; memory, trace, host and startup have none.",
+        ),
+    ] = 7,
     engine: Annotated[
         str, typer.Option(help="A JSON object: further arguments of vllm.LLM.")
     ] = "{}",
 ) -> None:
-    import json
-
     from eyesplice.benchmarks.bench import Bench
 
     with refusals(engine=False):
@@ -63,11 +67,26 @@ def _shared(
             out=out,
             load_format=load_format,
             rounds=rounds,
-            engine=json.loads(engine),
+            engine=arguments(engine),
             console=Console(width=140),
         )
     context.find_root().meta[_SHARED] = bench
     context.call_on_close(bench.close)
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` in a JSON object."""
+    import json
+
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"--engine {text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CommandError(
+            f"--engine {text!r} is not a JSON object: write '{{\"max_num_seqs\": 64}}'"
+        )
+    return found
 
 
 @contextmanager
@@ -96,17 +115,27 @@ def serve_command(
         typer.Option(help="Folder of the tokenizer of a model that has none."),
     ] = None,
     rows: Annotated[
-        str, typer.Option(help="Comma-separated: idle, names of packs, all.")
+        str,
+        typer.Option(
+            help="Comma-separated: idle, names of packs, all (every pack in one "
+            "request); every row by default."
+        ),
     ] = "",
-    prompts: Annotated[int, typer.Option(help="Requests of a run.")] = 250,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    prompts: Annotated[int, typer.Option(min=1, help="Requests of a run.")] = 250,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each answer.")
+    ] = 128,
     rate: Annotated[float, typer.Option(help="Requests per second, Poisson.")] = 10.0,
     layers: Annotated[
         int | None,
-        typer.Option(help="Keep so many decoder layers, for two servers to fit."),
+        typer.Option(
+            min=1, help="Keep so many decoder layers, for two servers to fit."
+        ),
     ] = None,
     cache_gib: Annotated[float, typer.Option(help="KV cache of each server.")] = 16.0,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks of each server.")] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks of each server.")
+    ] = 1,
     wait: Annotated[float, typer.Option(help="Seconds that a start may take.")] = 600.0,
     server_options: Annotated[
         str, typer.Option(help="Further options of both servers, as in a shell.")
@@ -146,15 +175,23 @@ def serve_command(
 
 
 Batches = Annotated[str, typer.Option(help="Requests of a batch, comma-separated.")]
-Steps = Annotated[int, typer.Option(help="Tokens of each request.")]
+Steps = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Tokens of each request; decode steps after the 8th count."
+    ),
+]
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of a comma-separated list."""
+    """The numbers of a comma-separated list, all of them at least 1."""
     try:
-        return [int(part) for part in text.split(",")]
+        found = [int(part) for part in text.split(",")]
     except ValueError:
         raise CommandError(f"{text!r} is not a list of numbers: write 1,8,64") from None
+    if min(found) < 1:
+        raise CommandError(f"{text!r} holds a number below 1: write 1,8,64")
+    return found
 
 
 @app.command("kernel")
@@ -204,7 +241,7 @@ def decode_command(
 @app.command("configs")
 def configs_command(
     context: typer.Context,
-    batch: Annotated[int, typer.Option(help="Requests of the batch.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 256,
     steps: Steps = 96,
     programs: Annotated[
         str, typer.Option(help="Numbers of distinct programs, comma-separated.")
@@ -262,7 +299,9 @@ def memory_command(context: typer.Context) -> None:
 @app.command("startup")
 def startup_command(
     context: typer.Context,
-    starts: Annotated[int, typer.Option(help="Cold and warm starts of each.")] = 1,
+    starts: Annotated[
+        int, typer.Option(min=1, help="Cold and warm starts of each.")
+    ] = 1,
 ) -> None:
     """Seconds of compilation and start, cold and warm, each with its own caches.
 
@@ -277,7 +316,11 @@ def startup_command(
 
 @app.command("host")
 def host_command(
-    context: typer.Context, batches: Batches = "1,64,256", steps: Steps = 100
+    context: typer.Context,
+    batches: Batches = "1,64,256",
+    steps: Annotated[
+        int, typer.Option(min=1, help="Decode steps that are timed.")
+    ] = 100,
 ) -> None:
     """Host code per step, its launches and its copies, idle and active.
 
@@ -292,10 +335,12 @@ def host_command(
 @app.command("capture")
 def capture_command(
     context: typer.Context,
-    prompts: Annotated[int, typer.Option(help="Prompts of a run.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 512,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a run.")] = 128,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt.")
+    ] = 512,
     every: Annotated[
-        int, typer.Option(help="Prompts of a run that captures every token.")
+        int, typer.Option(min=1, help="Prompts of a run that captures every token.")
     ] = 16,
 ) -> None:
     """Capture of the last prompt token at all layers, and of every token.
@@ -318,8 +363,8 @@ def peers_command(
             help="Folder of wheels: hotwire_vllm, vllm_lens and what they need."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Requests of the batch.")] = 64,
-    steps: Annotated[int, typer.Option(help="Decode steps of a call.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a call.")] = 64,
 ) -> None:
     """Idle and one layer steered, beside hotwire-vllm, vllm-lens and enforce_eager.
 

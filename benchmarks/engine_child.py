@@ -173,7 +173,7 @@ def decode(
     """
     import gc
 
-    from eyesplice.benchmarks.batches import add_batch
+    from eyesplice.benchmarks.batches import SETTLE, add_batch
     from eyesplice.benchmarks.replays import Replays
 
     engine = llm.llm_engine
@@ -192,7 +192,7 @@ def decode(
         for output in outputs:
             tokens[output.request_id] = len(output.outputs[0].token_ids)
             acted += output.finished and wrote(output)
-        everyone = len(tokens) == batch and min(tokens.values()) > 8
+        everyone = len(tokens) == batch and min(tokens.values()) > SETTLE
         if everyone and len(outputs) == batch and max(tokens.values()) < steps:
             times.append(elapsed)
             # After the step that follows a burst, the pipeline is full again.

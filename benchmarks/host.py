@@ -15,6 +15,7 @@ from rich.table import Table
 from eyesplice.benchmarks.bench import Bench, Pair
 from eyesplice.benchmarks.intervals import summary
 from eyesplice.benchmarks.pairs import asking, check, extra_args, write
+from eyesplice.benchmarks.records import Refused
 
 COUNTS: Final = ("launches", "host_to_device", "device_to_host")
 _PROFILED: Final = 17
@@ -30,7 +31,7 @@ def run(bench: Bench, batches: Sequence[int], steps: int) -> dict[str, Any]:
         steps: decode steps that are timed.
 
     Raises:
-        Refused: a failed check.
+        Refused: a failed check, or a batch of which no step was timed.
     """
     pair = bench.pair("host", clock=True)
     layers = bench.shape().layers
@@ -59,6 +60,11 @@ def _measure(
     hooks = pair.spliced.ask(
         "hooks", **asked, num_steps=steps, extra_args=extra, seed=batch
     )
+    if not any(hooks.values()):
+        raise Refused(
+            f"no numbers: of {steps} steps of {batch} requests none was timed. Ask for "
+            "more, or for a batch that the engine's max_num_seqs has room for"
+        )
     asked |= {"num_steps": _PROFILED, "seed": 1000 + batch}
     answers = [
         pair.spliced.ask("calls", **asked, extra_args=extra),

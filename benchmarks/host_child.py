@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from eyesplice.benchmarks.batches import add_batch
+from eyesplice.benchmarks.batches import SETTLE, add_batch
 from eyesplice.benchmarks.hook_clock import HookClock
 
 _LAUNCHES: Final = frozenset(
@@ -16,8 +16,6 @@ _LAUNCHES: Final = frozenset(
     }
 )
 _COPIES: Final = {"Memcpy HtoD": "host_to_device", "Memcpy DtoH": "device_to_host"}
-_SETTLE: Final = 8
-"""Decode steps of a full batch before anything counts."""
 
 
 def steps(
@@ -33,12 +31,12 @@ def steps(
     The caller's code between two values runs before that step.
     """
     engine = llm.llm_engine
-    length = num_steps + 3 * _SETTLE
+    length = num_steps + 3 * SETTLE
     add_batch(llm, f"host-{seed}", batch, prompt_tokens, length, extra_args, seed)
     tokens: dict[str, int] = {}
     number = 0
     while engine.has_unfinished_requests():
-        full = len(tokens) == batch and min(tokens.values()) > _SETTLE
+        full = len(tokens) == batch and min(tokens.values()) > SETTLE
         if full and number < num_steps:
             yield number
             number += 1

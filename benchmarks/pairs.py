@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyesplice.benchmarks.agreement import Text, agreement
+from eyesplice.benchmarks.batches import SETTLE
 from eyesplice.benchmarks.bench import VECTOR_SIZE, Bench, Pair
 from eyesplice.benchmarks.engines import EngineProcess
 from eyesplice.benchmarks.intervals import against, percent
@@ -107,11 +108,12 @@ def measure(
         pair: the engines.
         cases: "vanilla" among them.
         batch: requests.
-        steps: tokens that each generates; the first 8 do not count.
+        steps: tokens that each generates; the first `SETTLE` do not count.
         prompt_tokens: of each prompt. All cases of a round have the same prompts.
 
     Raises:
-        Refused: a request of an active case on which no write acted.
+        Refused: a request of an active case on which no write acted, or a batch of which
+            no step was timed.
     """
     times: dict[str, dict[str, list[float]]] = {
         clock: {name: [] for name in cases} for clock in _CLOCKS
@@ -134,6 +136,12 @@ def measure(
                 raise Refused(
                     f"no numbers: writes acted on {answer['acted']} of {batch} requests "
                     f"of the case {name}"
+                )
+            if not answer["seconds"]:
+                raise Refused(
+                    f"no numbers: {steps} tokens each hold no decode step of all {batch} "
+                    f"requests after the first {SETTLE}. Ask for more steps, or for a "
+                    "batch that the engine's max_num_seqs has room for"
                 )
             if number >= 0:  # The first round warms up.
                 times["wall"][name].append(_median(answer["seconds"]))

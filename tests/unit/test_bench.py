@@ -15,6 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from eyesplice.benchmarks import (
+    cli,
+    decode,
+    host,
     intervals,
     layers,
     memory,
@@ -254,6 +257,22 @@ def test_a_request_on_which_nothing_acted_is_refused(tmp_path: Path) -> None:
         pairs.measure(bench, Pair(Idle(1), Idle(1)), cases, 2, 16)
 
 
+def test_a_batch_of_which_no_step_is_timed_is_refused(tmp_path: Path) -> None:
+    class Untimed(FakeEngine):
+        def decode(self, **command: Any) -> Any:
+            return {"seconds": [], "device_seconds": [], "acted": 2}
+
+        def ask(self, kind: str, **command: Any) -> Any:
+            return {}
+
+    bench = Bench(out=tmp_path, console=Console(file=StringIO()), rounds=1)
+    pair = Pair(Untimed(1), Untimed(1))
+    with pytest.raises(Refused, match="no decode step of all 2 requests"):
+        pairs.measure(bench, pair, {"vanilla": None, "idle": []}, 2, 8)
+    with pytest.raises(Refused, match="of 1 steps of 2 requests none was timed"):
+        host._measure(pair, 2, 1, [None])
+
+
 def test_layers_are_spread_over_the_model() -> None:
     assert layers.spread(1, 32) == [16]
     assert layers.spread(4, 32) == [4, 12, 20, 28]
@@ -444,6 +463,41 @@ def test_cases_of_a_chain_keep_their_options() -> None:
         ["memory"],
     ]
     assert split_cases(["--help"], names) == [["--help"]]
+
+
+def test_options_of_a_later_case_are_read_before_the_first_one_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(decode, "run", lambda *args: ran.append(args))
+    monkeypatch.setattr(layers, "run", lambda *args: ran.append(args))
+    monkeypatch.setattr(cli, "require_engine", lambda: None)
+    words = ["bench", "--out", str(tmp_path), "decode", "layers"]
+    wrong = CliRunner().invoke(app, [*words, "--no-such-option", "1"])
+    assert wrong.exit_code == 2 and not ran
+    right = CliRunner().invoke(app, [*words, "--batches", "4"])
+    assert right.exit_code == 0, right.output
+    assert [args[1] for args in ran] == [[1, 8, 64, 256], [4]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--engine", "{max", "decode"], "error: --engine '{max' is not JSON"),
+        (["--engine", "[1]", "decode"], "error: --engine '[1]' is not a JSON object"),
+        (["decode", "--batches", "4,0"], "error: '4,0' holds a number below 1"),
+        (["--rounds", "0", "decode"], "Invalid value for '--rounds'"),
+        (["decode", "--steps", "0"], "Invalid value for '--steps'"),
+        (["startup", "--starts", "0"], "Invalid value for '--starts'"),
+    ],
+)
+def test_a_wrong_option_is_named(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "require_engine", lambda: None)
+    done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path), *words])
+    assert done.exit_code, done.output
+    assert told in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("case", ["layers", "memory", "peers", "host", "trace"])
