@@ -244,7 +244,10 @@ def configs_command(
     batch: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 256,
     steps: Steps = 96,
     programs: Annotated[
-        str, typer.Option(help="Numbers of distinct programs, comma-separated.")
+        str,
+        typer.Option(
+            help="Numbers of distinct programs, comma-separated; none above BATCH."
+        ),
     ] = "1,16,64,256",
 ) -> None:
     """0 to 256 distinct programs in one batch, at one layer and at all.

@@ -7,8 +7,9 @@ runs program i modulo their number.
 from collections.abc import Sequence
 from typing import Any
 
-from eyesplice.benchmarks.bench import Bench
+from eyesplice.benchmarks.bench import VECTORS, Bench
 from eyesplice.benchmarks.pairs import VANILLA, asking, run_steps, write
+from eyesplice.benchmarks.records import Refused
 
 
 def run(
@@ -23,8 +24,10 @@ def run(
         programs: numbers of distinct programs.
 
     Raises:
-        Refused: a failed check.
+        Refused: a failed check, or more programs than there are vectors.
     """
+    if max(programs) > VECTORS:
+        raise Refused(f"{max(programs)} programs: there are {VECTORS} vectors")
     layers = bench.shape().layers
     cases = cases_of(layers, [n for n in programs if n <= batch])
     return run_steps(bench, "configs", cases, [batch], steps)
@@ -35,7 +38,8 @@ def cases_of(layers: int, programs: Sequence[int]) -> dict[str, Any]:
     cases: dict[str, Any] = {VANILLA: None, "0 programs": []}
     for where, at in (("one layer", layers // 2), ("all layers", "all")):
         for number in programs:
-            cases[f"{number} programs, {where}"] = [
+            plural = "s" * (number > 1)
+            cases[f"{number} program{plural}, {where}"] = [
                 asking(write(f"v{i}", at)) for i in range(number)
             ]
     return cases

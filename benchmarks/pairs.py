@@ -225,9 +225,11 @@ def print_steps(
         for batch in results:
             table.add_column(f"batch {batch}", justify="right")
         for name in cases:
-            cells = [
-                f"{rows[name][clock]['ms']:.3f} ({percent(rows[name][clock])})"
-                for rows in results.values()
-            ]
+            cells = [_cell(name, rows[name][clock]) for rows in results.values()]
             table.add_row(name, *cells)
         console.print(table)
+
+
+def _cell(case: str, found: Mapping[str, Any]) -> str:
+    text = f"{found['ms']:.3f}"
+    return text if case == VANILLA else f"{text} ({percent(dict(found))})"

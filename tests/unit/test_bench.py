@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from eyesplice.benchmarks import (
     cli,
+    configs,
     decode,
     host,
     intervals,
@@ -271,6 +272,26 @@ def test_a_batch_of_which_no_step_is_timed_is_refused(tmp_path: Path) -> None:
         pairs.measure(bench, pair, {"vanilla": None, "idle": []}, 2, 8)
     with pytest.raises(Refused, match="of 1 steps of 2 requests none was timed"):
         host._measure(pair, 2, 1, [None])
+
+
+def test_a_printed_step_of_vanilla_has_no_ratio() -> None:
+    output = StringIO()
+    found = pairs.compared([0.002, 0.002], [0.001, 0.001])
+    base = pairs.compared([0.001, 0.001], [0.001, 0.001])
+    rows = {"vanilla": {"wall": base, "device": None}, "idle": {"wall": found}}
+    pairs.print_steps(Console(file=output, width=140), "steps", {"1": rows})
+    lines = output.getvalue().splitlines()
+    assert [line.split()[3:-1] for line in lines if "vanilla │" in line] == [["1.000"]]
+    assert any("2.000 (+100.00% [+100.00, +100.00])" in line for line in lines)
+    assert "CUDA graph" not in output.getvalue()
+
+
+def test_a_program_each_needs_a_vector_each(tmp_path: Path) -> None:
+    bench = Bench(out=tmp_path, console=Console(file=StringIO()), model=tmp_path)
+    with pytest.raises(Refused, match="300 programs: there are 256 vectors"):
+        configs.run(bench, 512, 16, [1, 300])
+    assert "1 program, one layer" in configs.cases_of(4, [1])
+    assert "4 programs, all layers" in configs.cases_of(4, [4])
 
 
 def test_layers_are_spread_over_the_model() -> None:
