@@ -327,6 +327,7 @@ def host_command(
 ) -> None:
     """Host code per step, its launches and its copies, idle and active.
 
+    On a CPU launches are not counted, and the work of what is launched is in the time.
     It costs a start of its own (hooks are timed), and about 2 s per batch and case.
     """
     from eyesplice.benchmarks import host

@@ -1,8 +1,8 @@
 """The host's part of a step: time of eyesplice's hooks, its launches and its copies.
 
 Hook times are eyesplice's own code between vLLM's, in the process of the engine.
-Launches and copies are counted by the profiler, vanilla's in the same step taken off:
-idle must show none, and active one launch and one copy.
+Launches and copies are counted by the profiler, vanilla's in the same step taken off.
+Expected, and not checked: none when idle, one launch and one copy when active.
 """
 
 import statistics

