@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eyesplice.benchmarks.bench import Bench, Pair
-from eyesplice.benchmarks.intervals import against, percent
-from eyesplice.benchmarks.pairs import VANILLA, check, extra_args
+from eyesplice.benchmarks.intervals import against
+from eyesplice.benchmarks.pairs import VANILLA, cell, check, extra_args
 from eyesplice.benchmarks.records import Refused
 
 WHEN: Final = {"last token": "last_token", "every token": "all"}
@@ -115,6 +115,6 @@ def print_capture(console: Console, results: Mapping[str, Any]) -> None:
     table.add_column("rows", justify="right")
     for load, cases in results.items():
         for case, found in cases.items():
-            text = f"{found['tokens_per_second']:.0f} ({percent(found)})"
+            text = cell(case, f"{found['tokens_per_second']:.0f}", found)
             table.add_row(f"for {load}", case, text, str(found["rows"]))
     console.print(table)

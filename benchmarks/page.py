@@ -12,7 +12,8 @@ from typing import Any, Final
 from eyesplice.benchmarks.host import COUNTS
 from eyesplice.benchmarks.intervals import percent
 from eyesplice.benchmarks.memory import SUMS
-from eyesplice.benchmarks.serve import METRICS
+from eyesplice.benchmarks.pairs import cell
+from eyesplice.benchmarks.serve import METRICS, rows_of
 
 BEGIN: Final = "<!-- tables: begin -->"
 END: Final = "<!-- tables: end -->"
@@ -84,7 +85,15 @@ def _about(record: Record) -> list[str]:
     """Machine and versions of a record, as far as it has them."""
     sittings = record.get("sittings")
     if sittings:
-        return [line for i, s in enumerate(sittings) for line in _sitting(i, s)] + [""]
+        # A sitting that was cut short has fewer runs than its settings say.
+        runs = {
+            row["sitting"]: min(metric["rounds"] for metric in row["metrics"].values())
+            for row in record["rows"].values()
+        }
+        return [
+            *(_sitting(i, s, runs.get(i, 0)) for i, s in enumerate(sittings)),
+            "",
+        ]
     machine = dict(record.get("machine", {}))
     if engines := record.get("engines"):
         machine = {**engines["vanilla"], **machine}
@@ -97,15 +106,16 @@ def _about(record: Record) -> list[str]:
     return [", ".join(part for part in parts if part) + ".", ""]
 
 
-def _sitting(number: int, sitting: Record) -> list[str]:
+def _sitting(number: int, sitting: Record, runs: int) -> str:
     settings, machine = sitting["settings"], sitting["machine"]
-    return [
+    return (
         f"* Sitting {number + 1}, {str(machine['time'])[:10]}: {machine['device']}, "
-        f"{settings['prompts']} prompts at {settings['rate']:g} per second, "
+        f"{runs} run{'s' * (runs != 1)} of {settings['prompts']} prompts at "
+        f"{settings['rate']:g} per second, "
         f"{settings['output_tokens']} output tokens, {settings['layers'] or 'all'} layers, "
         f"TP {settings['tensor_parallel']}; {sitting['check']['equal']} of "
         f"{sitting['check']['prompts']} idle texts equal vanilla's"
-    ]
+    )
 
 
 def by_batch(record: Record) -> dict[str, Any]:
@@ -146,19 +156,7 @@ def _ratio(case: str, found: Record) -> str:
 
 
 def _serve(record: Record) -> list[str]:
-    rows = [
-        [
-            row,
-            str(found["sitting"] + 1),
-            *(
-                f"{found['metrics'][key]['row']['median']:.2f} "
-                f"({percent(found['metrics'][key])})"
-                for key in METRICS
-            ),
-        ]
-        for row, found in record["rows"].items()
-    ]
-    return table(["row", "sitting", *METRICS.values()], rows)
+    return table(["row", "sitting", *METRICS.values()], rows_of(record))
 
 
 def _kernel(record: Record) -> list[str]:
@@ -238,7 +236,7 @@ def _host(record: Record) -> list[str]:
 
 def _capture(record: Record) -> list[str]:
     rows = [
-        [load, case, f"{found['tokens_per_second']:.0f} ({percent(found)})"]
+        [load, case, cell(case, f"{found['tokens_per_second']:.0f}", found)]
         for load, cases in record["results"].items()
         for case, found in cases.items()
     ]
@@ -247,7 +245,7 @@ def _capture(record: Record) -> list[str]:
 
 def _peers(record: Record) -> list[str]:
     rows = [
-        [case, f"{found['ms']:.3f} ({percent(found)})"]
+        [case, cell(case, f"{found['ms']:.3f}", found)]
         for case, found in record["results"].items()
     ]
     rows += [

@@ -225,11 +225,11 @@ def print_steps(
         for batch in results:
             table.add_column(f"batch {batch}", justify="right")
         for name in cases:
-            cells = [_cell(name, rows[name][clock]) for rows in results.values()]
-            table.add_row(name, *cells)
+            found = [rows[name][clock] for rows in results.values()]
+            table.add_row(name, *(cell(name, f"{of['ms']:.3f}", of) for of in found))
         console.print(table)
 
 
-def _cell(case: str, found: Mapping[str, Any]) -> str:
-    text = f"{found['ms']:.3f}"
+def cell(case: str, text: str, found: Mapping[str, Any]) -> str:
+    """The text of a case's number, with its ratio to vanilla's unless it is vanilla's."""
     return text if case == VANILLA else f"{text} ({percent(dict(found))})"

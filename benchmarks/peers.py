@@ -23,8 +23,8 @@ from rich.table import Table
 from eyesplice.benchmarks.agreement import agreement
 from eyesplice.benchmarks.bench import VECTOR_SIZE, Bench
 from eyesplice.benchmarks.engines import EngineProcess
-from eyesplice.benchmarks.intervals import against, percent
-from eyesplice.benchmarks.pairs import VANILLA, asking, extra_args, write
+from eyesplice.benchmarks.intervals import against
+from eyesplice.benchmarks.pairs import VANILLA, asking, cell, extra_args, write
 from eyesplice.benchmarks.records import Refused
 
 EYESPLICE: Final = "eyesplice"
@@ -272,7 +272,7 @@ def print_peers(console: Console, record: Mapping[str, Any]) -> None:
     table.add_column("engine")
     table.add_column("ms (to vanilla)", justify="right")
     for case, found in record["results"].items():
-        table.add_row(case, f"{found['ms']:.3f} ({percent(found)})")
+        table.add_row(case, cell(case, f"{found['ms']:.3f}", found))
     for name, error in record["failed"].items():
         table.add_row(name, error.strip().splitlines()[-1][:80])
     console.print(table)

@@ -326,14 +326,30 @@ def _compared(
 
 
 def print_record(record: Mapping[str, Any], console: Console) -> None:
-    """The table of every row: its median, and its ratio to vanilla's."""
+    """The table of `rows_of`."""
     table = Table(title=f"vllm bench serve, {record['model']}: median (to vanilla)")
     for column in ("row", "sitting", *METRICS.values()):
         table.add_column(column, justify="left" if column == "row" else "right")
-    for row, found in record["rows"].items():
-        cells = [
-            f"{metric['row']['median']:.2f} ({percent(metric)})"
-            for metric in found["metrics"].values()
-        ]
-        table.add_row(row, str(found["sitting"] + 1), *cells)
+    for cells in rows_of(record):
+        table.add_row(*cells)
     console.print(table)
+
+
+def rows_of(record: Mapping[str, Any]) -> list[list[str]]:
+    """Cells of every row: name, sitting, and each median with its ratio to vanilla's.
+
+    Vanilla's own medians stand before the first row of their sitting.
+    """
+    rows: list[list[str]] = []
+    seen: set[str] = set()
+    for row, found in record["rows"].items():
+        sitting, metrics = str(found["sitting"] + 1), found["metrics"].values()
+        if sitting not in seen:
+            medians = (f"{metric[VANILLA]['median']:.2f}" for metric in metrics)
+            rows.append([VANILLA, sitting, *medians])
+            seen.add(sitting)
+        cells = (
+            f"{metric['row']['median']:.2f} ({percent(metric)})" for metric in metrics
+        )
+        rows.append([row, sitting, *cells])
+    return rows

@@ -349,6 +349,39 @@ def test_sittings_are_merged_and_rows_name_theirs() -> None:
     output = StringIO()
     serve.print_record(both, Console(file=output, width=200))
     assert "+200.00% [+200.00, +200.00]" in output.getvalue()
+    rows = [cells[:3] for cells in serve.rows_of(both)]
+    assert [cells[:2] for cells in rows] == [
+        ["vanilla", "1"],
+        ["idle", "1"],
+        ["vanilla", "2"],
+        ["seal", "2"],
+    ]
+    assert rows[0][2] == "1.50" and rows[2][2] == "1.00"
+
+
+def test_the_page_counts_the_runs_of_a_sitting() -> None:
+    sitting = {
+        "settings": dict.fromkeys(("prompts", "output_tokens", "tensor_parallel"), 8)
+        | {"rate": 5.0, "layers": None, "runs": 7},
+        "machine": {"time": "2026-11-30T16:00:00", "device": "GPU"},
+        "check": {"equal": 6, "prompts": 6},
+    }
+    found = serve.merged(
+        None, "m", sitting, {"vanilla": _runs(1, 2), "idle": _runs(2, 4)}
+    )
+    assert ": GPU, 2 runs of 8 prompts at 5 per second" in page._about(found)[0]
+
+
+def test_the_page_gives_vanilla_of_other_cases_no_ratio() -> None:
+    base = intervals.against([1.0, 1.0], [1.0, 1.0])
+    found = intervals.against([2.0, 2.0], [1.0, 1.0])
+    load = {
+        "vanilla": {"tokens_per_second": 20.0, **base},
+        "idle": {"tokens_per_second": 10.0, **found},
+    }
+    text = "\n".join(page._capture({"results": {"last token": load}}))
+    assert "| last token | vanilla | 20 |" in text
+    assert "| last token | idle | 10 (+100.00% [+100.00, +100.00]) |" in text
 
 
 def test_rows_switch_apps_by_the_request() -> None:
