@@ -14,6 +14,7 @@ from eyesplice.benchmarks.intervals import percent
 from eyesplice.benchmarks.memory import SUMS
 from eyesplice.benchmarks.pairs import cell
 from eyesplice.benchmarks.serve import METRICS, rows_of
+from eyesplice.benchmarks.startup import ENGINES, seconds_of
 
 BEGIN: Final = "<!-- tables: begin -->"
 END: Final = "<!-- tables: end -->"
@@ -210,7 +211,7 @@ def _startup(record: Record) -> list[str]:
         [
             kind,
             "compiling" if time == "compile_seconds" else "until it serves",
-            *(f"{found[name]['median']:.2f}" for name in ("vanilla", "eyesplice")),
+            *(seconds_of(found[name]["median"]) for name in ENGINES),
             "-" if found["against"] is None else percent(found["against"]),
         ]
         for kind, times in record["results"].items()

@@ -56,8 +56,8 @@ def run(bench: Bench, starts: int) -> dict[str, Any]:
                     found[name][kind].append(start)
                     bench.console.print(
                         f"start {number + 1} of {starts}, {name} {kind}: "
-                        f"{start['seconds']:.1f} s, of them compiling "
-                        f"{start['compile_seconds']:.1f} s"
+                        f"{start['seconds']:.1f} s; compiling: "
+                        f"{seconds_of(start['compile_seconds'])}"
                     )
             checked = agreement(texts["vanilla"], texts["eyesplice"])
     record = {
@@ -126,9 +126,14 @@ def _compared(
     found: Mapping[str, Mapping[str, list[dict[str, Any]]]], kind: str, time: str
 ) -> dict[str, Any]:
     base, own = ([start[time] for start in found[name][kind]] for name in ENGINES)
-    # Where nothing is compiled (eager backends), vLLM counts no time either.
+    # vLLM counts the time of its own compiler alone (`_VLLM_COMPILE`), else none.
     ratio = against(own, base) if all(base) and all(own) else None
     return {"vanilla": summary(base), "eyesplice": summary(own), "against": ratio}
+
+
+def seconds_of(time: float) -> str:
+    """A time as tables have it; 0 is what vLLM says where it counts none."""
+    return f"{time:.2f}" if time else "not counted"
 
 
 def print_starts(console: Console, record: Mapping[str, Any]) -> None:
@@ -138,7 +143,7 @@ def print_starts(console: Console, record: Mapping[str, Any]) -> None:
         table.add_column(column)
     for kind, times in record["results"].items():
         for time, found in times.items():
-            seconds = [f"{found[name]['median']:.2f}" for name in ENGINES]
+            seconds = [seconds_of(found[name]["median"]) for name in ENGINES]
             ratio = "-" if found["against"] is None else percent(found["against"])
             what = "compiling" if time == "compile_seconds" else "until it serves"
             table.add_row(kind, what, *seconds, ratio)

@@ -417,6 +417,18 @@ def test_memory_that_does_not_add_up_is_refused(change: dict[str, int]) -> None:
         memory.memory_of(SIZES | change, PLAIN)
 
 
+def test_a_time_that_is_not_counted_is_not_zero() -> None:
+    start = {"compile_seconds": 0.0, "seconds": 4.0}
+    kinds = {kind: [start] for kind in startup.KINDS}
+    found = startup.compare(dict.fromkeys(startup.ENGINES, kinds))
+    record = {"results": found, "warm_loaded": True}
+    output = StringIO()
+    startup.print_starts(Console(file=output, width=140), record)
+    for text in (output.getvalue(), "\n".join(page._startup(record))):
+        assert text.count("not counted") == 4 and "0.00 " not in text
+        assert text.count("4.00") == 4
+
+
 def test_a_warm_start_loads_or_compiles(tmp_path: Path) -> None:
     warm = {"pass_ran": False, "mode": "3", "new_compiled_files": []}
     assert startup.loaded(warm)
