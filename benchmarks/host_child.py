@@ -36,8 +36,9 @@ def steps(
     tokens: dict[str, int] = {}
     number = 0
     while engine.has_unfinished_requests():
-        full = len(tokens) == batch and min(tokens.values()) > SETTLE
-        if full and number < num_steps:
+        # Not once one has ended: others may have waited for its place.
+        full = len(tokens) == batch and max(tokens.values()) < length
+        if full and min(tokens.values()) > SETTLE and number < num_steps:
             yield number
             number += 1
         for output in engine.step():

@@ -14,7 +14,7 @@ from eyesplice.benchmarks.intervals import percent
 from eyesplice.benchmarks.memory import SUMS
 from eyesplice.benchmarks.pairs import cell
 from eyesplice.benchmarks.serve import METRICS, rows_of
-from eyesplice.benchmarks.startup import ENGINES, seconds_of
+from eyesplice.benchmarks.startup import ENGINES, seconds_of, warm
 
 BEGIN: Final = "<!-- tables: begin -->"
 END: Final = "<!-- tables: end -->"
@@ -217,9 +217,8 @@ def _startup(record: Record) -> list[str]:
         for kind, times in record["results"].items()
         for time, found in times.items()
     ]
-    loads = "loads everything" if record["warm_loaded"] else "compiles again"
     lines = table(["start", "seconds", "vanilla", "eyesplice", "ratio"], rows)
-    return [*lines, "", f"A warm start {loads}."]
+    return [*lines, "", f"A warm start {warm(record).lower()}."]
 
 
 def _host(record: Record) -> list[str]:

@@ -39,7 +39,10 @@ def run(bench: Bench, batches: Sequence[int]) -> dict[str, Any]:
             asked = [extra_args(request) for request in requests or ()] or [None]
             answer = engine.ask("kernels", batch=batch, extra_args=asked)
             if not answer["kernels"]:
-                raise Refused("no kernels: this engine replays no graph of a step")
+                raise Refused(
+                    "no kernels: this engine replays no graph of a step, or has no room "
+                    f"for {batch} requests at once"
+                )
             results[str(batch)][name] = summary(answer["kernels"], answer["replays"])
     record = {"engines": pair.ready(), "results": results}
     bench.write("trace", record)

@@ -15,10 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from eyesplice.benchmarks import (
+    batches,
     cli,
     configs,
     decode,
     host,
+    host_child,
     intervals,
     layers,
     memory,
@@ -421,12 +423,50 @@ def test_a_time_that_is_not_counted_is_not_zero() -> None:
     start = {"compile_seconds": 0.0, "seconds": 4.0}
     kinds = {kind: [start] for kind in startup.KINDS}
     found = startup.compare(dict.fromkeys(startup.ENGINES, kinds))
-    record = {"results": found, "warm_loaded": True}
+    record = {"results": found, "warm_loaded": True, "warm_traced": True}
     output = StringIO()
     startup.print_starts(Console(file=output, width=140), record)
     for text in (output.getvalue(), "\n".join(page._startup(record))):
         assert text.count("not counted") == 4 and "0.00 " not in text
         assert text.count("4.00") == 4
+        assert "traces the model again" in text and "loads everything" not in text
+    assert startup.warm(record | {"warm_traced": False}) == "loads everything"
+    assert startup.warm(record | {"warm_loaded": False}) == "COMPILES AGAIN"
+
+
+class Waves:
+    """An engine with room for some requests, each step a token of each that runs."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.left = room, {}
+        self.llm_engine = self
+
+    def add_request(self, name: str, prompt: Any, length: int) -> None:
+        self.left[name] = length
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for name in list(self.left)[: self.room]:
+            self.left[name] -= 1
+            done = [0] * (self.length - self.left[name])
+            text = SimpleNamespace(token_ids=done)
+            outputs.append(SimpleNamespace(request_id=name, outputs=[text]))
+            if not self.left[name]:
+                del self.left[name]
+        return outputs
+
+
+@pytest.mark.parametrize(("room", "counted"), [(4, 6), (3, 0), (2, 0)])
+def test_steps_of_a_part_of_a_batch_do_not_count(
+    room: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = Waves(room)
+    llm.length = 6 + 3 * host_child.SETTLE
+    monkeypatch.setattr(batches, "greedy", lambda length, extra: length)
+    assert list(host_child.steps(llm, 4, 8, 6, [None], 0)) == list(range(counted))
 
 
 def test_a_warm_start_loads_or_compiles(tmp_path: Path) -> None:
