@@ -1,7 +1,5 @@
 """Admits requests in the front end: validates, normalises, salts the prefix cache."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,70 +14,13 @@ from eyesplice.integration import answers
 from eyesplice.integration.config import KEY
 from eyesplice.integration.default_apps import AppSwitches
 from eyesplice.integration.deployment import Deployment
+from eyesplice.integration.known_requests import KnownRequests, Lowered, asked_for
 from eyesplice.integration.refusal import served
 from eyesplice.integration.router import prompt_length
 
 KEYS: Final = (KEY, "hotwire")
 _FRONT: Final = "_eyesplice_front"
 _SALT: Final = f"|{KEY}:"
-_KNOWN: Final = 1024
-"""Texts whose requests are kept."""
-
-_LONGEST: Final = 1 << 14
-"""Characters of such a text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """What a request asks for and becomes, whichever prompt it comes with.
-
-    Attributes:
-        text: the canonical one.
-        request: parsed.
-        program: lowered.
-        vectors: digests of the registered vectors that it names itself.
-    """
-
-    text: str
-    request: Request
-    program: Program
-    vectors: Mapping[str, str]
-
-
-class _Known:
-    """Requests by the text that a client sent. Thousands of requests send the same one.
-
-    Parsing and lowering take a millisecond or more, in which the server's event loop
-    hands out no token of anyone.
-    """
-
-    def __init__(self) -> None:
-        self._context: Context | None = None
-        self._found: OrderedDict[str, Lowered] = OrderedDict()
-        # vLLM's `AsyncLLM` admits prompts that are text in threads.
-        self._lock = threading.Lock()
-
-    def get(self, text: str, context: Context) -> Lowered | None:
-        """What is known of a text in this context."""
-        with self._lock:
-            if context is not self._context:
-                self._context = context
-                self._found.clear()
-            found = self._found.get(text)
-            if found is not None:
-                self._found.move_to_end(text)
-            return found
-
-    def keep(self, text: str, context: Context, lowered: Lowered) -> None:
-        """Know it from now on, unless requests have another context by now."""
-        if len(text) > _LONGEST:
-            return
-        with self._lock:
-            if context is not self._context:
-                return
-            self._found[text] = lowered
-            if len(self._found) > _KNOWN:
-                self._found.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +53,7 @@ class FrontEnd:
             found.config.default_apps if found else (),
         )
         self._made: tuple[frozenset[str], Context] | None = None
-        self._known = _Known()
+        self._known = KnownRequests()
 
     @property
     def switched_on(self) -> bool:
@@ -216,8 +157,8 @@ class FrontEnd:
         self, extra_args: Mapping[str, Any], context: Context
     ) -> Lowered | None:
         """What the request asks for; None for nothing."""
-        text = None if "hotwire" in extra_args else extra_args.get(KEY)
-        if isinstance(text, str) and (known := self._known.get(text, context)):
+        asked = asked_for(tuple(extra_args.get(key) for key in KEYS))
+        if asked is not None and (known := self._known.get(asked, context)):
             return known
         request = parse_request(extra_args, context)
         if request is None or not request.functions:
@@ -231,8 +172,8 @@ class FrontEnd:
             program,
             digests(context.vectors, {name for names in own for name in names}),
         )
-        if isinstance(text, str):
-            self._known.keep(text, context, found)
+        if asked is not None:
+            self._known.keep(asked, context, found)
         return found
 
 

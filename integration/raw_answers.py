@@ -181,13 +181,12 @@ class RawAnswer:
             indices: captures whose rows are put together.
         """
         found = [self.captures[index] for index in indices if index in self.captures]
-        positions = np.concatenate(
-            [np.frombuffer(p, np.int32) for p, _ in found] or [np.empty(0, np.int32)]
-        )
-        data = np.concatenate(
-            [np.frombuffer(rows, np.uint8) for _, rows in found]
-            or [np.empty(0, np.uint8)]
-        )
+        if len(found) > 1:
+            parts = zip(*found, strict=True)
+            found = [(bytearray().join(p), bytearray().join(r)) for p, r in (parts,)]
+        ((places, rows),) = found or [(bytearray(), bytearray())]
+        positions = np.frombuffer(places, np.int32)
+        data = np.frombuffer(rows, np.uint8)
         return _last_of_each(positions, data.reshape(len(positions) or 1, -1))
 
 
@@ -195,5 +194,7 @@ def _last_of_each(
     positions: NDArray[np.int32], rows: NDArray[Any]
 ) -> tuple[NDArray[np.int32], NDArray[Any]]:
     """The last row of each position, by ascending position."""
+    if (positions[1:] > positions[:-1]).all():
+        return positions, rows[: len(positions)]
     kept, from_end = np.unique(positions[::-1], return_index=True)
     return kept, rows[len(positions) - 1 - from_end]

@@ -1,6 +1,7 @@
 """What the front end makes of a request, for stand-ins of vLLM's objects."""
 
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 import eyesplice
 from eyesplice import App, SpecError
-from eyesplice.integration import beams, frontend
+from eyesplice.integration import beams, frontend, known_requests
 from eyesplice.integration.deployment import Deployment
 from eyesplice.integration.frontend import FrontEnd
+from eyesplice.integration.known_requests import asked_for
 from tests.deployment_world import HIDDEN, all_armed, steer, vllm_config
 
 OFF = "off"
@@ -288,10 +290,53 @@ def test_a_text_that_is_lowered_while_its_app_is_disabled_is_not_known_after(
 
 
 def test_what_is_known_stays_small(opened, remembered, monkeypatch):
-    monkeypatch.setattr(frontend, "_KNOWN", 2)
-    monkeypatch.setattr(frontend, "_LONGEST", 40)
+    monkeypatch.setattr(known_requests, "KNOWN", 2)
+    monkeypatch.setattr(known_requests, "LONGEST", 60)
     front = opened()
-    texts = ["steer", "watch", '{"apps": {"steer": {}}}', " " * 40 + '{"apps": {}}']
-    for text in texts:
-        front.admit({"eyesplice": text})
-    assert list(front._known._found) == texts[1:3]
+    for _ in range(2):
+        for text in ("steer", "watch", '{"apps": {"steer": {}}}', " " * 60 + "{}"):
+            front.admit({"eyesplice": text})
+    assert len(front._known) == 2
+
+
+SAME = {"apps": {"steer": {"scale": 1}}}
+OTHERS = [
+    {"apps": {"steer": {"scale": 1.0}}},
+    {"apps": {"steer": {"scale": True}}},
+    {"apps": {"steer": {"scale": -1}}},
+    json.dumps(SAME),
+]
+
+
+def test_an_object_is_lowered_once(opened, remembered, monkeypatch):
+    front = opened()
+    first = front.admit({"eyesplice": SAME})
+    lowered = []
+    lower = frontend.lower
+    monkeypatch.setattr(
+        frontend, "lower", lambda *args: lowered.append(args) or lower(*args)
+    )
+    again = front.admit({"eyesplice": json.loads(json.dumps(SAME))})
+    assert not lowered and again == first
+    for other in OTHERS:
+        with suppress(SpecError):
+            front.admit({"eyesplice": other})
+    assert len(lowered) == 3  # A boolean is no scale.
+
+
+def test_equal_values_of_other_types_ask_for_something_else():
+    values = [1, 1.0, True, "1", b"1", (1,), [1], {"a": 1}, {"a": True}, None]
+    assert len({asked_for((value,)) for value in values}) == len(values)
+    assert asked_for((0.0,)) != asked_for((-0.0,))
+    text = "".join(["st", "eer"])
+    assert asked_for((text, [text, text])) == asked_for(("steer", ["steer", "st" "eer"]))
+
+
+def test_what_is_not_plain_asks_for_nothing_that_is_known():
+    deep = []
+    for _ in range(10000):
+        deep = [deep]
+    circle = {}
+    circle["a"] = circle
+    for value in (torch.ones(1), object(), deep, circle, "x" * 20000):
+        assert asked_for((value,)) is None
