@@ -1,6 +1,7 @@
 """The copies of one step's results; on a GPU they arrive later, in stream order."""
 
 import threading
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,6 +14,9 @@ from eyesplice.integration.captures import Region
 from eyesplice.ops.layout import LOG_WORDS, MAX_FUNCTIONS, SLOT_WORDS
 
 _COUNT_WORDS: Final = 2 * MAX_FUNCTIONS
+_IN_FLIGHT: Final = 3
+"""Copies that are usually under way: the last step's, and two that are not handled."""
+
 _HOST: Final = torch.device("cpu")
 
 
@@ -33,7 +37,9 @@ class StepCopies:
         self._slots_end = self.first["slots"] + buffers.rows * SLOT_WORDS
         self._stream = stream
         self._ready = None if stream is None else torch.cuda.Event()
-        self._arrived: list[torch.cuda.Event] = []
+        self._arrived: list[_Arrival] = []
+        if stream is not None:
+            self._arrived += [self._arrival() for _ in range(_IN_FLIGHT)]
         self._range = (0, 0)
         self._view = self._words[:0]
 
@@ -53,33 +59,54 @@ class StepCopies:
             end = self.first["score"] + tokens * self.num_scores
         if self._range != (begin, end):
             self._range, self._view = (begin, end), self._words[begin:end]
-        words, done = self._copy()
-        return StepCopy(self, words, done, begin, first_slot, tokens)
+        words, arrival = self._copy()
+        return StepCopy(self, words, arrival, begin, first_slot, tokens)
 
-    def _copy(self) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _arrival(self) -> "_Arrival":
+        # A blocking event sleeps instead of keeping the driver's lock busy.
+        event = torch.cuda.Event(blocking=True)
+        return _Arrival(_pinned(self._words.numel()), event)
+
+    def _copy(self) -> tuple[Tensor, "_Arrival | None"]:
         if self._stream is None or self._ready is None:
             return self._view.clone(), None
         current = torch.cuda.current_stream()
         # Whoever waits for an event waits for its last recording before that.
         self._ready.record(current)
         self._ready.wait(self._stream)
+        arrival = self._arrived.pop() if self._arrived else self._arrival()
+        words = arrival.words[: self._view.numel()]
         torch.cuda.set_stream(self._stream)
         try:
-            words = self._view.to(_HOST, non_blocking=True)
+            words.copy_(self._view, non_blocking=True)
         finally:
             torch.cuda.set_stream(current)
-        # A blocking event sleeps instead of keeping the driver's lock busy.
-        done = self._arrived.pop() if self._arrived else torch.cuda.Event(blocking=True)
-        done.record(self._stream)
-        return words, done
+        arrival.done.record(self._stream)
+        return words, arrival
 
-    def give_back(self, done: torch.cuda.Event) -> None:
-        """Let a later copy use the event of one that has arrived.
+    def give_back(self, arrival: "_Arrival") -> None:
+        """Let a later copy use what one that is read to its end arrived by.
 
         What still waits for the event by then waits for the later copy too: too long at
         worst, since all copies are on one stream.
         """
-        self._arrived.append(done)
+        self._arrived.append(arrival)
+
+
+def _pinned(words: int) -> Tensor:
+    return torch.empty(words, dtype=torch.int32, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Where a copy arrives, and when.
+
+    Kept from copy to copy: pinned memory is dear to allocate, and the driver does it while
+    it does nothing else.
+    """
+
+    words: Tensor
+    done: torch.cuda.Event
 
 
 class StepCopy:
@@ -91,6 +118,7 @@ class StepCopy:
     """
 
     __slots__ = (
+        "_arrival",
         "_begin",
         "_copies",
         "_host",
@@ -104,13 +132,14 @@ class StepCopy:
         self,
         copies: StepCopies,
         words: Tensor,
-        done: torch.cuda.Event | None,
+        arrival: _Arrival | None,
         begin: int,
         first_slot: int,
         tokens: int,
     ) -> None:
         """A copy that was started; `words` are those from `begin` on."""
-        self.done = done
+        self.done = None if arrival is None else arrival.done
+        self._arrival = arrival
         self.first_slot = first_slot
         self._copies = copies
         self._words = words
@@ -124,10 +153,13 @@ class StepCopy:
             _wait_for(self.done)
 
     def release(self) -> None:
-        """Give the event back: it has arrived and nothing will wait for it any more."""
-        if self.done is not None:
-            self._copies.give_back(self.done)
-            self.done = None
+        """Give back what it arrived by: nothing waits for it or reads it any more.
+
+        The arrays that it gave are void from then on.
+        """
+        if self._arrival is not None:
+            self._copies.give_back(self._arrival)
+            self._arrival = self.done = None
 
     @property
     def counts(self) -> NDArray[np.int32]:

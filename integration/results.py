@@ -180,15 +180,16 @@ class Results:
             serial=batch.serial,
             place=batch.place,
             first_slot=copies.first_slot,
-            counts=copies.counts[:, :, : batch.functions],
-            lost=copies.slots[:, Slot.LOST],
+            counts=copies.counts[:, :, : batch.functions].copy(),
+            lost=copies.slots[:, Slot.LOST].copy(),
             scores=_scores(step, copies) if len(batch.scored) else None,
             captures={} if rows is None else self._captured(step, copies, rows),
             errors=batch.errors,
             dtype=self._dtype,
             widths=self._widths,
         )
-        # The captured rows, which wait for it as well, are here by now.
+        # The captured rows, which wait for it as well, are here by now, and all that the
+        # answer holds is its own.
         copies.release()
         return answer
 
@@ -236,5 +237,5 @@ def _scores(step: Step, copies: StepCopy) -> StepScores:
         ],
         first_row=np.cumsum(step.lengths)[scored] - lengths,
         lengths=lengths,
-        rows=copies.score[:, : batch.most_scores],
+        rows=copies.score[:, : batch.most_scores].copy(),
     )

@@ -329,7 +329,7 @@ def test_equal_values_of_other_types_ask_for_something_else():
     assert len({asked_for((value,)) for value in values}) == len(values)
     assert asked_for((0.0,)) != asked_for((-0.0,))
     text = "".join(["st", "eer"])
-    assert asked_for((text, [text, text])) == asked_for(("steer", ["steer", "st" "eer"]))
+    assert asked_for((text, [text, text])) == asked_for(("steer", ["steer", "steer"]))
 
 
 def test_what_is_not_plain_asks_for_nothing_that_is_known():

@@ -55,6 +55,7 @@ class Cuda:
 
     def __init__(self):
         self.main = self.current = Stream("main")
+        self.fails = False
 
     def current_stream(self):
         return self.current
@@ -64,27 +65,39 @@ class Cuda:
 
 
 class Words:
-    """A range of words whose copy is put on the stream that is current."""
+    """A range of words, on the device or on the host.
 
-    def __init__(self, cuda, words, fails):
-        self.cuda, self.words, self.fails = cuda, words, fails
+    A copy to the host is put on the stream that is current.
+    """
+
+    made = 0
+
+    def __init__(self, cuda, words):
+        self.cuda, self.words = cuda, words
+        self.numel, self.numpy = words.numel, words.numpy
 
     def __getitem__(self, part):
-        return Words(self.cuda, self.words[part], self.fails)
+        return Words(self.cuda, self.words[part])
 
-    def to(self, device, *, non_blocking):
-        assert non_blocking and device == torch.device("cpu")
-        if self.fails:
+    def copy_(self, other, *, non_blocking):
+        assert non_blocking
+        if self.cuda.fails:
             raise RuntimeError("out of memory")
         self.cuda.current.queue.append("copy")
-        return self.words.clone()
+        self.words.copy_(other.words)
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     fake = Cuda()
+
+    def pinned(words):
+        Words.made += 1
+        return Words(fake, torch.full((words,), -1, dtype=torch.int32))
+
     monkeypatch.setattr(module.torch, "cuda", fake)
-    Event.made = 0
+    monkeypatch.setattr(module, "_pinned", pinned)
+    Event.made = Words.made = 0
     return fake
 
 
@@ -98,7 +111,8 @@ def buffers() -> Buffers:
 def on_a_stream(cuda, fails=False):
     side = Stream("side")
     copies = StepCopies(buffers(), side)
-    copies._words = Words(cuda, copies._words, fails)
+    copies._words = Words(cuda, copies._words)
+    cuda.fails = fails
     return copies, side
 
 
@@ -145,11 +159,39 @@ def test_an_event_is_used_again_only_after_its_release(cuda):
     again = copies.start(ROOM, 0, log=False)
     assert again.done is of_one
     assert copies.start(ROOM, 0, log=False).done is not of_one
-    made = Event.made
+    made = Event.made, Words.made
     for _ in range(5):
         again.release()
         again = copies.start(ROOM, 0, log=False)
-    assert Event.made == made
+    assert (Event.made, Words.made) == made
+
+
+def test_pinned_memory_is_there_before_the_first_step(cuda):
+    copies, _ = on_a_stream(cuda)
+    made = Words.made
+    found = [copies.start(ROOM, 0, log=False) for _ in range(3)]
+    assert Words.made == made == 3
+    # A fourth that is under way has to have some of its own.
+    found.append(copies.start(ROOM, 0, log=False))
+    assert Words.made == 4
+    assert len({id(one.done) for one in found}) == 4
+
+
+def test_what_has_arrived_stays_until_its_release(cuda):
+    tables = buffers()
+    copies = StepCopies(tables, Stream("side"))
+    copies._words = Words(cuda, tables.words)
+    found = []
+    for number in range(5):
+        tables.counts[3, 1, 5] = number
+        found.append(copies.start(3, 0, log=False))
+    assert [copy.counts[0, 1, 5] for copy in found] == [0, 1, 2, 3, 4]
+    old = found[1].counts
+    found[1].release()
+    tables.counts[3, 1, 5] = 7
+    assert copies.start(3, 0, log=False).counts[0, 1, 5] == 7
+    assert old[0, 1, 5] == 7  # Void: whoever needs it has to take a copy.
+    assert [found[n].counts[0, 1, 5] for n in (0, 2, 3, 4)] == [0, 2, 3, 4]
 
 
 def test_each_step_has_its_own_words_whatever_part_of_them_it_copies():
