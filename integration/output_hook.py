@@ -4,13 +4,14 @@ add_request      learns a request's id in the engine core
 process_outputs  takes the results out of the core's outputs again
 _new_completion_output, _new_request_output
                  put the answer where the client finds it; wrapped on the request that
-                 has one, so that others cost nothing
+                 has one, and before the outputs that can hold it, so that no other
+                 token costs anything
 RequestOutput.add
                  joins the answers of outputs that are joined
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -51,8 +52,18 @@ def _add_request(
     more = parent_req is not None and request_index < parent_req.n - 1
     answers.admit(request, keep=more)
     original(processor, request, prompt, parent_req, request_index, *args, **kwargs)
+    params = request.sampling_params
     record = answers.record_of(request.request_id)
-    state = processor.request_states.get(request.request_id)
+    # The detokenizer ends a request at its stop strings; all other ends come from the
+    # engine core.
+    if record is not None and (record.asked.stream_scores or (params and params.stop)):
+        _answer_from_now(processor, request.request_id)
+
+
+def _answer_from_now(processor: Any, request_id: str) -> None:
+    """Make the next outputs of a request carry its answer, if it is owed one."""
+    record = answers.record_of(request_id)
+    state = processor.request_states.get(request_id)
     if record is not None and state is not None:
         _answer_with(state, record)
 
@@ -73,9 +84,20 @@ def _answer_with(state: Any, record: Record) -> None:
 
 
 def _abort_requests(
-    original: Callable[..., list[str]], processor: Any, *args: Any, **kwargs: Any
+    original: Callable[..., list[str]],
+    processor: Any,
+    request_ids: Iterable[str],
+    internal: bool,
 ) -> list[str]:
-    aborted = original(processor, *args, **kwargs)
+    given = list(request_ids)
+    ids = given
+    if not internal:
+        # A list of ids for each that a client gave. It may be a defaultdict.
+        inside = processor.external_req_ids
+        ids = [one for each in given if each in inside for one in inside[each]]
+    for request_id in ids:
+        _answer_from_now(processor, request_id)
+    aborted = original(processor, given, internal)
     for request_id in aborted:
         answers.forget(request_id)
     return aborted
@@ -90,12 +112,14 @@ def _process_outputs(
 ) -> Any:
     if not answers.owed():
         return original(processor, engine_core_outputs, *args, **kwargs)
-    for output in [out for out in engine_core_outputs if out.kv_transfer_params]:
+    for output in engine_core_outputs:
         params = output.kv_transfer_params
-        if KEY in params:
+        if params and KEY in params:
             answers.receive(output.request_id, params[KEY])
             rest = {key: value for key, value in params.items() if key != KEY}
             output.kv_transfer_params = rest or None
+        if output.finish_reason is not None:
+            _answer_from_now(processor, output.request_id)
     result = original(processor, engine_core_outputs, *args, **kwargs)
     states = processor.request_states
     for output in [o for o in engine_core_outputs if o.request_id not in states]:

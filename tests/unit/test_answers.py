@@ -4,6 +4,7 @@ import base64
 import gc
 import itertools
 import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -280,6 +281,91 @@ def test_results_go_with_the_request_and_not_with_the_next_garbage_collection():
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Processor:
+    """vLLM's output processor with running requests a and b, and c that asked nothing."""
+
+    def __init__(self, monkeypatch, **asked) -> None:
+        records = {
+            name: answers.Record(Asked(program([]), {}, **asked)) for name in "ab"
+        }
+        monkeypatch.setattr(answers, "_running", records)
+        self.request_states = {name: _State() for name in "abc"}
+        self.external_req_ids = defaultdict(list, {"A": ["a"], "C": ["c"]})
+
+    def answering(self):
+        """The requests whose next output would hold an answer."""
+        states = self.request_states.items()
+        return {name for name, state in states if vars(state)}
+
+    def step(self, **finished) -> None:
+        outputs = [
+            SimpleNamespace(
+                request_id=name,
+                kv_transfer_params=None,
+                finish_reason=finished.get(name),
+            )
+            for name in self.request_states
+        ]
+        output_hook._process_outputs(lambda *_: None, self, outputs)
+
+    def add(self, name, stop=()) -> None:
+        request = SimpleNamespace(
+            request_id=name,
+            external_req_id=None,
+            sampling_params=SimpleNamespace(stop=list(stop), extra_args=None),
+        )
+        output_hook._add_request(lambda *_: None, self, request, None)
+
+
+def test_only_an_output_that_can_hold_an_answer_costs_anything(monkeypatch):
+    processor = Processor(monkeypatch)
+    for name in "abc":
+        processor.add(name)
+    processor.step()
+    assert not processor.answering()
+    processor.step(a="length", c="stop")
+    assert processor.answering() == {"a"}
+
+
+def test_a_request_that_ends_at_its_stop_strings_can_end_at_any_token(monkeypatch):
+    processor = Processor(monkeypatch)
+    processor.add("a", stop=["end"])
+    processor.add("b")
+    processor.add("c", stop=["end"])
+    assert processor.answering() == {"a"}
+
+
+def test_scores_that_are_streamed_come_with_any_token(monkeypatch):
+    processor = Processor(monkeypatch, stream_scores=True)
+    processor.add("a")
+    assert processor.answering() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("ids", "internal", "expected"),
+    [
+        (["A", "C", "no such"], False, {"a"}),
+        (["a", "c", "no such"], True, {"a"}),
+        (iter(["b"]), True, {"b"}),
+        (["a"], False, set()),
+    ],
+)
+def test_the_last_output_of_an_aborted_request_holds_its_answer(
+    monkeypatch, ids, internal, expected
+):
+    processor = Processor(monkeypatch)
+    seen = []
+
+    def original(processor, ids, internal):
+        seen.append((list(ids), internal, processor.answering()))
+        return []
+
+    given = list(ids)
+    output_hook._abort_requests(original, processor, iter(given), internal)
+    assert seen == [(given, internal, expected)]
+    assert set(processor.external_req_ids) == {"A", "C"}
 
 
 def test_parts_of_a_stream_join_to_the_whole():
