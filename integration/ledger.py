@@ -307,6 +307,17 @@ UPDATE_FROM_OUTPUT: Final = PrivateName(
     "of the scheduler and `outputs` of the results; no subclass replaces it",
     when_gone="wrap what makes EngineCoreOutput objects",
 )
+PREEMPT_REQUEST: Final = PrivateName(
+    "vllm.v1.core.sched.scheduler",
+    "Scheduler._preempt_request",
+    why="wrapped: sets skip_reading_prefix_cache of a request that has our key, so that "
+    "all its tokens are computed again, and counted",
+    versions="0.25.1 (request, timestamp) and 0.32.0 (..., drop_stale_output); "
+    "KVCacheManager reads the attribute whenever it looks for a request's blocks; 0.25.1 "
+    "asks a KV connector for tokens all the same, and 0.32.0 takes none from it then",
+    when_gone="set skip_reading_prefix_cache at admission; a preempted request that "
+    "reads the cache has an `error` in its answer",
+)
 PROCESS_OUTPUTS: Final = PrivateName(
     "vllm.v1.engine.output_processor",
     "OutputProcessor.process_outputs",

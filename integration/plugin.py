@@ -23,6 +23,7 @@ def register() -> None:
     wrap(ledger.INPUT_PROCESSOR_INIT, _input_processor_init)
     wrap(ledger.PROCESS_INPUTS, _process_inputs)
     wrap(ledger.UPDATE_FROM_OUTPUT, scheduler_hook.update_from_output)
+    wrap(ledger.PREEMPT_REQUEST, scheduler_hook.preempt_request)
     output_hook.attach()
 
 

@@ -4,6 +4,8 @@ A request's results leave with the output that finishes it, under our key of
 `kv_transfer_params`: the one field of an `EngineCoreOutput` that holds any object. With
 every output they leave when the client wants its scores as they come, and when a stop
 string may end the request: then it is the front end that finishes it.
+
+A preempted request loses what the worker counted. All its tokens are computed again.
 """
 
 import json
@@ -48,6 +50,20 @@ def update_from_output(
     if step is None or scheduler_output.finished_req_ids:
         state.forget_gone(scheduler.requests)
     return outputs
+
+
+def preempt_request(
+    original: Callable[..., Any],
+    scheduler: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """vLLM's `Scheduler._preempt_request`: ours do not come back from the cache."""
+    params = request.sampling_params
+    if params is not None and KEY in (params.extra_args or {}):
+        request.skip_reading_prefix_cache = True
+    return original(scheduler, request, *args, **kwargs)
 
 
 class CoreAnswers:
