@@ -57,7 +57,7 @@ class StepAnswer:
         lost: int32 `[slots]`, captured rows that found no room, likewise.
         scores: the scores, None if no request has any.
         captures: rows of each capture of a program, by its index.
-        errors: why a request runs without effect.
+        errors: what a request should know, such as why it runs without effect.
         dtype: of captured rows, as torch names it without its prefix.
         widths: elements of a captured row at each submodule.
     """
@@ -88,7 +88,7 @@ class RawAnswer:
         captures: int32 positions and the rows' bytes, by the capture's index.
         counts: the two rows of the request's `counts`.
         lost: captured rows that found no room.
-        error: why the request runs without effect.
+        error: what the request should know, such as why it runs without effect.
         dtype, widths: as in `StepAnswer`.
     """
 

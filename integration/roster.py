@@ -44,7 +44,7 @@ class Batch:
         per_request: int32 `[4, >= requests]` on the device, see `PerRequest`.
         place: each request that has a program, and its slot.
         first_slot: the lowest of these slots.
-        errors: why others run without effect.
+        errors: what some of the requests should know, such as why they run without effect.
         capturing: the programs with captures, by slot.
         functions: of the program that has most.
         collects: whether gates look at what earlier steps scored or latched.
@@ -133,7 +133,7 @@ class Roster:
             request_ids: in the runner's order.
             columns: the values of each place in `changed`, in the order of `Column`;
                 None for a request without a program.
-            errors: why requests run without effect.
+            errors: what some of the requests should know.
             program_of: the program of a request that has one.
         """
         count = len(request_ids)

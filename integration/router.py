@@ -26,6 +26,11 @@ from eyesplice.integration.slots import Slots
 from eyesplice.integration.uploads import Uploads
 from eyesplice.ops import contracts
 
+_PARTIAL: Final = (
+    "preempted, and resumed from cached keys and values: the counts leave out the first "
+    "{} tokens, and gates did not see them again"
+)
+
 _NO_LENGTHS: Final = np.zeros(0, dtype=np.int64)
 
 
@@ -58,6 +63,7 @@ class Router:
         self._roster = Roster(buffers.rows - 1)
         self._active: dict[str, _Active] = {}
         self._refused: dict[str, str] = {}
+        self._partial: dict[str, str] = {}
         self._dirty_tokens = 0
         self._step: Step | None = None
 
@@ -79,7 +85,7 @@ class Router:
     def begin(
         self, request_id: str, program: Program, prompt_len: int, position: int = 0
     ) -> None:
-        """A request with a program was admitted, or admitted again after preemption.
+        """A request with a program was admitted.
 
         Args:
             request_id: the runner's own id.
@@ -108,19 +114,33 @@ class Router:
             self._roster.touch(request_id)
         ended = self._active.pop(request_id, None)
         if ended is not None:
+            self._partial.pop(request_id, None)
             self._slots.release(request_id)
             self._programs.release(ended.prepared.digest)
             self._roster.touch(request_id)
 
     def preempt(self, request_id: str) -> None:
-        """A request lost its place; unless it ends, `resume` follows some time."""
+        """A request lost its place; unless it ends, `resume` follows some time.
+
+        Unknown ids are fine. A refused request is refused again if it comes as new.
+        """
         if request_id in self._active:
             self._slots.release(request_id)
             self._roster.touch(request_id)
 
+    def awaits(self, request_id: str) -> bool:
+        """Whether a request with a program was preempted and is to be resumed."""
+        return request_id in self._active and not self._slots.of(request_id)
+
     def resume(self, request_id: str, position: int = 0) -> None:
-        """A preempted request is computed again, from the token at `position` on."""
+        """A preempted request is computed again, from the token at `position` on.
+
+        What was counted of the tokens before it is lost, and the answer says so.
+        """
         if request_id in self._active:
+            self._partial.pop(request_id, None)
+            if position:
+                self._partial[request_id] = _PARTIAL.format(position)
             self._slots.take(request_id, position)
             self._roster.touch(request_id)
 
@@ -228,9 +248,8 @@ class Router:
             if found is not None:
                 slot = self._slots.of(ids[place]) or self._slots.take(ids[place])
                 columns[place] = found.columns(rows[found.prepared.digest], slot)
-        errors = {}
-        if self._refused:
-            errors = {key: self._refused[key] for key in self._refused.keys() & ids}
+        known = self._refused | self._partial
+        errors = {key: known[key] for key in known.keys() & ids}
         batch = self._roster.update(ids, columns, errors, self._program)
         if batch.place:
             self._results.begin_at(self._slots.clear_fresh())

@@ -1,7 +1,9 @@
 """Connects the router to vLLM's two model runners, on the instance.
 
-V1    _update_states -> begin/end    _prepare_inputs -> step    _dummy_run -> clear
-V2    finish_requests, add_requests -> end/begin    prepare_inputs -> step
+V1    _update_states -> begin/end, preempt/resume
+      _prepare_inputs -> step    _dummy_run -> clear
+V2    finish_requests -> end, preempt    add_requests -> begin, resume
+      prepare_inputs -> step
 both  sample_tokens, or execute_model where that gives the output -> results
 """
 
@@ -60,6 +62,10 @@ class RunnerHooks:
 
     def _begin(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
+            if self.router.awaits(new.req_id):
+                # V2 is told of a resumed request as of a new one.
+                self.router.resume(new.req_id, new.num_computed_tokens)
+                continue
             self.router.end(new.req_id)
             params = new.sampling_params
             text = (params.extra_args or {}).get(KEY) if params else None
@@ -82,15 +88,14 @@ class RunnerHooks:
         return lower(parse_canonical(text, context), context)
 
     def _end(self, scheduler_output: Any) -> None:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self.router.preempt(request_id)
         for request_id in scheduler_output.finished_req_ids:
             self.router.end(request_id)
 
     def _v1_update_states(
         self, original: Callable[..., Any], runner: Any, scheduler_output: Any
     ) -> Any:
-        # One that is preempted keeps its parameters here; it is not sent again.
-        for request_id in scheduler_output.preempted_req_ids or ():
-            self.router.preempt(request_id)
         self._end(scheduler_output)
         self._begin(scheduler_output)
         cached = scheduler_output.scheduled_cached_reqs
@@ -128,9 +133,6 @@ class RunnerHooks:
     def _v2_finish_requests(
         self, original: Callable[..., Any], runner: Any, scheduler_output: Any
     ) -> Any:
-        # A preempted request comes back as a new one, with its parameters.
-        for request_id in scheduler_output.preempted_req_ids or ():
-            self.router.end(request_id)
         self._end(scheduler_output)
         return original(scheduler_output)
 

@@ -143,10 +143,13 @@ class Engine:
     def tell(self, preempted, finished, new, resumed) -> None:
         router = self.router
         for name in preempted:
-            (router.end if self.v2 else router.preempt)(name)
+            router.preempt(name)
         for name in finished:
             router.end(name)
         for request in new:
+            if router.awaits(request.name):
+                router.resume(request.name, request.computed)
+                continue
             router.end(request.name)
             if request.kind is None:
                 continue
