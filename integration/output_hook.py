@@ -13,15 +13,19 @@ RequestOutput.add
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 from eyesplice.integration import answers, ledger
 from eyesplice.integration.answer_body import first_answer, joined
 from eyesplice.integration.answers import Record
 from eyesplice.integration.config import KEY
+from eyesplice.integration.later import AnswerField, Later
 
 logger = logging.getLogger("vllm.eyesplice")
+
+ANSWER: Final = AnswerField(KEY)
+"""`CompletionOutput.eyesplice` and `RequestOutput.eyesplice`."""
 
 
 def attach() -> None:
@@ -32,7 +36,7 @@ def attach() -> None:
 
     for output in (CompletionOutput, RequestOutput):
         if not hasattr(output, KEY):
-            setattr(output, KEY, None)
+            setattr(output, KEY, ANSWER)
     wrap(ledger.PROCESSOR_ADD_REQUEST, _add_request)
     wrap(ledger.PROCESSOR_ABORT, _abort_requests)
     wrap(ledger.PROCESS_OUTPUTS, _process_outputs)
@@ -140,14 +144,22 @@ def _new_completion_output(
     output = original(state, token_ids, finish_reason, *args, **kwargs)
     delta = state.output_kind.name == "DELTA"
     finished = finish_reason is not None
+    make = partial(_answer, record, state.request_id, finished=finished, delta=delta)
+    # What is streamed depends on what was given before.
+    now = record.asked.stream_scores or not finished
+    setattr(output, KEY, make() if now else Later(make))
+    return output
+
+
+def _answer(
+    record: Record, request_id: str, *, finished: bool, delta: bool
+) -> dict[str, Any] | None:
     try:
-        answer = record.answer(finished=finished, delta=delta)
+        return record.answer(finished=finished, delta=delta)
     except Exception as error:
         # vLLM ends the whole server when the outputs of one request cannot be made.
-        logger.exception("no answer for request %s", state.request_id)
-        answer = {"error": f"its answer could not be made: {error!r}"}
-    setattr(output, KEY, answer)
-    return output
+        logger.exception("no answer for request %s", request_id)
+        return {"error": f"its answer could not be made: {error!r}"}
 
 
 def _new_request_output(
@@ -160,7 +172,8 @@ def _new_request_output(
     output = original(state_of(), *args, **kwargs)
     # A pooling request has one output, not a list of them, and never an answer.
     if isinstance(output.outputs, list):
-        answer = first_answer(output.outputs, KEY)
+        held = (ANSWER.held(part) for part in output.outputs)
+        answer = next((one for one in held if one is not None), None)
         if answer is not None:
             setattr(output, KEY, answer)
     return output

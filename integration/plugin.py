@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eyesplice.integration import ledger, output_hook, scheduler_hook
-from eyesplice.integration.ledger import PrivateName
+from eyesplice.integration.private_name import PrivateName
 
 _MARK = "__eyesplice_wraps__"
 

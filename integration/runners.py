@@ -19,7 +19,7 @@ from eyesplice.fx_passes.program import Program
 from eyesplice.fx_passes.request import parse_canonical
 from eyesplice.integration import ledger
 from eyesplice.integration.config import KEY
-from eyesplice.integration.ledger import PrivateName
+from eyesplice.integration.private_name import PrivateName
 from eyesplice.integration.results import Pending, Results
 from eyesplice.integration.router import Router, prompt_length
 

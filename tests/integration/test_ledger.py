@@ -3,20 +3,21 @@
 import pytest
 
 from eyesplice.integration import ledger
+from eyesplice.integration.private_name import LedgerError, PrivateName
 
 
 @pytest.mark.parametrize(
     "name", ledger.ALL, ids=lambda name: f"{name.module}.{name.path}"
 )
-def test_the_installed_vllm_has_the_name(name: ledger.PrivateName):
+def test_the_installed_vllm_has_the_name(name: PrivateName):
     assert name.get() is not None
 
 
 def test_a_name_that_is_gone_says_what_to_do():
-    gone = ledger.PrivateName(
+    gone = PrivateName(
         "vllm.config", "NoSuch.thing", why="a", versions="b", when_gone="look elsewhere"
     )
-    with pytest.raises(ledger.LedgerError, match=r"NoSuch\.thing.*look elsewhere"):
+    with pytest.raises(LedgerError, match=r"NoSuch\.thing.*look elsewhere"):
         gone.get()
 
 

@@ -1,8 +1,10 @@
 """The road back, from the worker's steps to the object that a client gets."""
 
 import base64
+import copy
 import gc
 import itertools
+import pickle
 import weakref
 from collections import defaultdict
 from types import SimpleNamespace
@@ -240,13 +242,23 @@ def test_an_answer_without_results_has_every_function(found):
     assert found is None or new_scores(asked, found, -1) is None
 
 
+def pickled(output):
+    return pickle.loads(pickle.dumps(output))
+
+
+class Output(SimpleNamespace):
+    """An output of vLLM's, once `attach` has been called."""
+
+    eyesplice = output_hook.ANSWER
+
+
 def test_an_answer_that_cannot_be_made_harms_nobody_else(monkeypatch):
     """vLLM's front end ends with an exception that leaves the making of an output."""
     record = answers.Record(Asked(program([]), {}))
     state = SimpleNamespace(request_id="a", output_kind=SimpleNamespace(name="DELTA"))
 
     def original(_state, token_ids, finish_reason):
-        return SimpleNamespace(token_ids=token_ids, finish_reason=finish_reason)
+        return Output(token_ids=token_ids, finish_reason=finish_reason)
 
     monkeypatch.setattr(answers, "body", lambda *_: 1 / 0)
     make = output_hook._new_completion_output
@@ -262,10 +274,10 @@ class _State:
     output_kind = SimpleNamespace(name="FINAL_ONLY")
 
     def _new_completion_output(self, token_ids, finish_reason):
-        return SimpleNamespace(token_ids=token_ids)
+        return Output(token_ids=token_ids)
 
     def _new_request_output(self, outputs):
-        return SimpleNamespace(outputs=outputs)
+        return Output(outputs=outputs)
 
 
 def test_results_go_with_the_request_and_not_with_the_next_garbage_collection():
@@ -281,6 +293,47 @@ def test_results_go_with_the_request_and_not_with_the_next_garbage_collection():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The answers that were made, in order."""
+    found = []
+    monkeypatch.setattr(
+        answers, "body", lambda *args: found.append(args) or {"n": len(found)}
+    )
+    return found
+
+
+def test_an_answer_is_made_when_somebody_looks_and_once(made):
+    state, record = _State(), answers.Record(Asked(program([]), {}))
+    output_hook._answer_with(state, record)
+    part = state._new_completion_output([1], "stop")
+    whole = state._new_request_output([part])
+    assert not made
+    assert whole.eyesplice == {"n": 1} and part.eyesplice is whole.eyesplice
+    assert len(made) == 1
+
+
+def test_streamed_scores_are_made_with_their_output(made):
+    asked = Asked(program([]), {}, stream_scores=True)
+    state, record = _State(), answers.Record(asked)
+    output_hook._answer_with(state, record)
+    part = state._new_completion_output([1], "stop")
+    assert len(made) == 1 and part.eyesplice == {"n": 1}
+
+
+@pytest.mark.parametrize("whole", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_an_output_has_its_answer(made, whole):
+    state, record = _State(), answers.Record(Asked(program([]), {}))
+    output_hook._answer_with(state, record)
+    output = state._new_completion_output([1], "stop")
+    other = whole(output)
+    assert other.eyesplice == output.eyesplice == {"n": 1}
+
+
+def test_an_output_without_an_answer_has_none():
+    assert Output().eyesplice is None and Output.eyesplice is None
 
 
 class Processor:

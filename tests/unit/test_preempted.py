@@ -7,6 +7,7 @@ import pytest
 from eyesplice.fx_passes.request import Request
 from eyesplice.integration import ledger
 from eyesplice.integration.config import KEY
+from eyesplice.integration.private_name import PrivateName
 from eyesplice.integration.runners import RunnerHooks
 from eyesplice.integration.scheduler_hook import preempt_request
 from tests.unit.test_results import World, answer, probing
@@ -51,7 +52,7 @@ def test_a_request_without_our_key_is_left_alone(params):
 class Runner:
     """Has the methods of one of vLLM's runners, which do nothing."""
 
-    def __init__(self, *names: ledger.PrivateName) -> None:
+    def __init__(self, *names: PrivateName) -> None:
         for name in (*names, ledger.EXECUTE_MODEL, ledger.SAMPLE_TOKENS):
             setattr(self, name.attribute, lambda *args: None)
 
