@@ -1,6 +1,6 @@
 """The tensors that functions name: which shape each parameter takes."""
 
-from typing import Literal, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from eyesplice.fx_passes.plain import suggestion
 from eyesplice.fx_passes.sites import Submodule
 
 Form = Literal["vector", "rows", "numbers"]
+
+_ADD: Final = "put its file into the engine's folder of vectors and start it again"
 
 
 def check_tensor(
@@ -84,7 +86,7 @@ def digests(vectors: VectorTable, names: set[str]) -> dict[str, str]:
     for name in sorted(names):
         info = vectors.info(name)
         if info is None:
-            raise SpecError("vector", name, "a registered vector", "register it again")
+            raise SpecError("vector", name, "a registered vector", _ADD)
         found[name] = info.digest
     return found
 
@@ -97,7 +99,7 @@ def _refuse_name(field: str, name: str, context: Context) -> NoReturn:
         field,
         name,
         f"a registered vector: {shown}{more}",
-        suggestion(name, names, "register it, or name another"),
+        suggestion(name, names, f"{_ADD}, or name another"),
     )
 
 

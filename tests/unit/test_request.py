@@ -103,7 +103,10 @@ def test_python_sequences_are_lists():
     ("write", "message"),
     [
         ({"vector": "pirat"}, r"writes\[0\]\.vector 'pirat' .*pirate, .*did you mean"),
-        ({"vector": "xyz"}, r"a registered vector: biases, calm, .*register it"),
+        (
+            {"vector": "xyz"},
+            r"a registered vector: biases, calm, .*folder of vectors .*or name another",
+        ),
         ({"vector": ""}, r"writes\[0\]\.vector '' .*1 to 256 printable"),
         ({"vector": 3}, r"writes\[0\]\.vector 3 "),
         ({"vector": "a\nb"}, r"vector 'a\\nb' .*printable"),
