@@ -191,19 +191,32 @@ def _memory(record: Record) -> list[str]:
 def _trace(record: Record) -> list[str]:
     rows = []
     for batch, cases in by_batch(record).items():
+        plain = cases[_VANILLA]
         for case, found in cases.items():
-            norms = [
-                kernel
-                for name, kernel in found["kernels"].items()
-                if any(part in name for part in _BOUNDARIES)
-            ]
+            norms = _norms(found)
             calls = sum(kernel["calls"] for kernel in norms)
             alone = sum(kernel["calls"] * kernel["us"] for kernel in norms)
-            whole = sum(kernel["sum_us"] for kernel in norms)
+            whole = _microseconds(norms)
             each = f"{alone / calls:.2f}" if calls else "-"
-            rows.append([batch, case, f"{calls:g}", each, f"{whole:.0f}"])
+            more = (whole - _microseconds(_norms(plain))) / plain["us"]
+            over = "-" if case == _VANILLA else f"{100 * more:+.2f}%"
+            others = f"{_microseconds(found['kernels'].values()) - whole:.0f}"
+            rows.append([batch, case, f"{calls:g}", each, f"{whole:.0f}", over, others])
     head = ["batch", "case", "norms with their adds", "us each", "us a step with gaps"]
-    return table(head, rows)
+    return table([*head, "over vanilla's, of its step", "all other kernels, us"], rows)
+
+
+def _norms(found: Record) -> list[Record]:
+    return [
+        kernel
+        for name, kernel in found["kernels"].items()
+        if any(part in name for part in _BOUNDARIES)
+    ]
+
+
+def _microseconds(kernels: Iterable[Record]) -> float:
+    """Of one step, with the gaps before them."""
+    return sum(float(kernel["sum_us"]) for kernel in kernels)
 
 
 def _startup(record: Record) -> list[str]:

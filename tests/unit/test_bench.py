@@ -651,7 +651,7 @@ def test_tables_hold_the_records_numbers() -> None:
     assert "NVIDIA H200, vllm 0.25.1" in tables
     head = "| ms, CUDA graph on the device | batch 1 | batch 8 | batch 64 | batch 256 |"
     assert head in tables
-    assert "| idle | 4.431 (-1.12% [-1.18, -1.06]) |" in tables
+    assert "| idle | 4.328 (-2.10% [-2.16, -2.02]) |" in tables
 
 
 def test_a_record_of_a_cpu_engine_names_it_and_its_one_round() -> None:
@@ -677,14 +677,26 @@ def test_a_trace_sums_up_the_kernels_that_add_and_norm() -> None:
         },
         "gemm": {"calls": 9, "us": 50.0, "gap_us": 0.0, "sum_us": 450.0},
     }
+    norm = {"calls": 3, "us": 5.0, "gap_us": 1.0, "sum_us": 18.0}
+    plain = {"rms_norm_0": norm, "gemm": kernels["gemm"]}
+    gemm = {"gemm": kernels["gemm"]}
     results = {
-        "64": {"idle": {"us": 463.5, "kernels": kernels}},
-        "8": {"idle": {"us": 450.0, "kernels": {"gemm": kernels["gemm"]}}},
+        "64": {
+            "vanilla": {"us": 500.0, "kernels": plain},
+            "idle": {"us": 463.5, "kernels": kernels},
+        },
+        "8": {
+            "vanilla": {"us": 450.0, "kernels": gemm},
+            "idle": {"us": 450.0, "kernels": gemm},
+        },
     }
     tables = page.tables_of({"trace-x": {"case": "trace", "results": results}}, {})
-    assert tables.splitlines()[-2:] == [
-        "| 8 | idle | 0 | - | 0 |",
-        "| 64 | idle | 3 | 4.00 | 14 |",
+    # 7 + 6.5 us of two kernels against 18 of vanilla's, of a step of 500.
+    assert tables.splitlines()[-4:] == [
+        "| 8 | vanilla | 0 | - | 0 | - | 450 |",
+        "| 8 | idle | 0 | - | 0 | +0.00% | 450 |",
+        "| 64 | vanilla | 3 | 5.00 | 18 | - | 450 |",
+        "| 64 | idle | 3 | 4.00 | 14 | -0.90% | 450 |",
     ]
 
 
