@@ -205,16 +205,21 @@ class Results:
         # Stable, and of ints: the rows of one capture of one request stay in order.
         key = log[:, LogRow.SLOT].astype(np.int64) << 32 | log[:, LogRow.CAPTURE]
         order = np.argsort(key, kind="stable")
-        ends = np.flatnonzero(np.diff(key[order])) + 1
+        # In order all at once: a step may have a hundred captures of a row or two.
+        log, rows = log[order], rows[order]
+        starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+        stops = [*starts[1:].tolist(), count]
         of_slot = {slot: request for request, slot in step.batch.place.items()}
         found: dict[str, dict[int, Captured]] = {}
-        for mine in np.split(order, ends):
-            slot, index = log[mine[0], : LogRow.POSITION].tolist()
+        first = log[starts][:, [LogRow.SLOT, LogRow.CAPTURE]].tolist()
+        for start, stop, (slot, index) in zip(
+            starts.tolist(), stops, first, strict=True
+        ):
             site = step.batch.capturing[slot].captures[index].site
             size = self._widths[site.submodule] * self._buffers.capture.itemsize
             found.setdefault(of_slot[slot], {})[index] = (
-                log[mine, LogRow.POSITION],
-                rows[mine, :size],
+                log[start:stop, LogRow.POSITION],
+                rows[start:stop, :size],
             )
         return found
 
