@@ -20,6 +20,8 @@ _FOLDER: Final = "performance"
 _SALT: Final = "eyesplice"
 _SIZE: Final = (8.0, 3.6)
 _VANILLA: Final = "vanilla"
+_LENGTHS: Final = 3
+"""Of the longest bar, that a picture of bars is high at most above zero and below."""
 
 
 def run(results: Path, page: Path, console: Console) -> None:
@@ -93,6 +95,12 @@ def grouped_bars(
         above = [max(0.0, high - value) for value, _, high in values]
         errors = [below, above]
         axes.bar(at, heights, width, label=name, yerr=errors, error_kw={"lw": 0.8})
+    # Intervals of few rounds can be a hundred times the bars: they end at the frame then.
+    highest = max((abs(one[0]) for of in series.values() for one in of), default=0.0)
+    if highest:
+        bottom, top = axes.get_ylim()
+        limit = _LENGTHS * highest
+        axes.set_ylim(max(bottom, -limit), min(top, limit))
     axes.set_xticks(range(len(groups)), groups)
     axes.axhline(0, color="black", lw=0.8)
     axes.legend(fontsize=7, frameon=False, ncols=2)

@@ -735,3 +735,17 @@ def test_error_bars_are_the_interval() -> None:
     assert plots.percentages({"ratio": 1.01, "interval": None}) == (
         pytest.approx((1.0, 1.0, 1.0))
     )
+
+
+def test_an_interval_does_not_hide_the_bars() -> None:
+    """Two rounds can have an interval of thousands of percent."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    limits = []
+    for interval in ((-9000.0, 9000.0), (-5.0, 14.0)):
+        axes = Figure().add_subplot()
+        plots.grouped_bars(axes, ["a"], {"x": [(10.0, *interval)]})
+        limits.append(axes.get_ylim())
+    assert limits[0] == (-30.0, 30.0)
+    assert -30.0 < limits[1][0] < -5.0 and 14.0 < limits[1][1] < 30.0
