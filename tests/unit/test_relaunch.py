@@ -308,11 +308,12 @@ class Layer:
     def tables(self):
         return self.map, self.select, self.program
 
-    def boundary(self, values, *, eps=1e-5, defer=False):
+    def boundary(self, values, *, eps=1e-5, defer=False, **options):
         stream, branch, pending = values
         return launch.boundary_(
             *(stream, branch, self.weight, 0.0, eps, *self.tables(), self.bank),
             *(self.work, int(Family.ADD), pending, defer),
+            **options,
         )
 
     def inline(self, value, stage=0):
@@ -370,6 +371,8 @@ def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
         ((rows(40).flatten()[1 : 1 + 4 * HIDDEN].view(4, HIDDEN), rows(4), None), {}),
         ((rows(4), rows(4, torch.bfloat16), None), {}),
         ((rows(40), rows(40), None), {}),
+        ((rows(4), rows(4), None), {"launch": launch.Launch(warps=2)}),
+        ((rows(4), rows(4), None), {"round_before_weight": True}),
     ]
     seen = []
     for _ in range(2):
@@ -377,11 +380,11 @@ def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
             device.launches.clear()
             layer.boundary(values, **options)
             seen.append(device.launches[0])
-    _forget_launches()
     for (values, options), first, again in zip(
         forms, seen, seen[len(forms) :], strict=False
     ):
         device.launches.clear()
+        _forget_launches()
         layer.boundary(values, **options)
         (anew,) = device.launches
         for one in (first, again):
