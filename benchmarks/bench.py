@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from eyesplice.benchmarks import records, shared_memory
+from eyesplice.benchmarks import lending, records
 from eyesplice.benchmarks.engines import EngineProcess
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.shapes import Shape
@@ -187,15 +187,13 @@ class Bench:
         self, name: str, arguments: dict[str, Any]
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Environments of a pair that shares weights and cache; empty on a CPU."""
-        import torch
-
-        if not torch.cuda.is_available():
+        if not lending.can_lend():
             return {}, {}
         folder = self.scratch() / f"memory-{name}"
         folder.mkdir()
-        arguments["worker_cls"] = shared_memory.WORKER
-        variables = shared_memory.variables
-        return variables(folder, "lend"), variables(folder, "borrow")
+        arguments["worker_cls"] = lending.WORKER
+        lend, borrow = (lending.variables(folder, role) for role in ("lend", "borrow"))
+        return lend, borrow
 
     def write(self, case: str, record: Mapping[str, Any]) -> Path:
         """Write the record of a case as `CASE-MODEL.json`.

@@ -12,7 +12,7 @@ from typing import Any, Final
 from eyesplice.benchmarks.host import COUNTS
 from eyesplice.benchmarks.intervals import percent
 from eyesplice.benchmarks.memory import SUMS
-from eyesplice.benchmarks.pairs import cell
+from eyesplice.benchmarks.pairs import VANILLA, cell
 from eyesplice.benchmarks.serve import METRICS, rows_of
 from eyesplice.benchmarks.startup import ENGINES, seconds_of, warm
 
@@ -22,7 +22,6 @@ END: Final = "<!-- tables: end -->"
 Record = Mapping[str, Any]
 
 _MIB: Final = 2**20
-_VANILLA: Final = "vanilla"
 _STEPS: Final = ("decode", "configs", "layers")
 _BOUNDARIES: Final = ("boundary_kernel", "rms_norm")
 """Parts of the names of kernels that add and norm: eyesplice's and Inductor's."""
@@ -148,10 +147,8 @@ def _timed(found: Record | None) -> bool:
 
 def _ratio(case: str, found: Record) -> str:
     """Milliseconds and the ratio; older records have the range of rounds alone."""
-    if case == _VANILLA:
-        return f"{found['ms']:.3f}"
-    if "interval" in found:
-        return f"{found['ms']:.3f} ({percent(dict(found))})"
+    if case == VANILLA or "interval" in found:
+        return cell(case, f"{found['ms']:.3f}", found)
     low, ratio, high = (100 * (found[key] - 1) for key in ("low", "ratio", "high"))
     return f"{found['ms']:.3f} ({ratio:+.2f}%, rounds {low:+.2f} to {high:+.2f})"
 
@@ -191,7 +188,7 @@ def _memory(record: Record) -> list[str]:
 def _trace(record: Record) -> list[str]:
     rows = []
     for batch, cases in by_batch(record).items():
-        plain = cases[_VANILLA]
+        plain = cases[VANILLA]
         for case, found in cases.items():
             norms = _norms(found)
             calls = sum(kernel["calls"] for kernel in norms)
@@ -199,7 +196,7 @@ def _trace(record: Record) -> list[str]:
             whole = _microseconds(norms)
             each = f"{alone / calls:.2f}" if calls else "-"
             more = (whole - _microseconds(_norms(plain))) / plain["us"]
-            over = "-" if case == _VANILLA else f"{100 * more:+.2f}%"
+            over = "-" if case == VANILLA else f"{100 * more:+.2f}%"
             others = f"{_microseconds(found['kernels'].values()) - whole:.0f}"
             rows.append([batch, case, f"{calls:g}", each, f"{whole:.0f}", over, others])
     head = ["batch", "case", "norms with their adds", "us each", "us a step with gaps"]

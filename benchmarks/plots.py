@@ -14,12 +14,12 @@ from eyesplice.benchmarks.page import (
     records_in,
     tables_of,
 )
+from eyesplice.benchmarks.pairs import VANILLA
 from eyesplice.benchmarks.records import Refused
 
 _FOLDER: Final = "performance"
 _SALT: Final = "eyesplice"
 _SIZE: Final = (8.0, 3.6)
-_VANILLA: Final = "vanilla"
 _LENGTHS: Final = 3
 """Of the longest bar, that a picture of bars is high at most above zero and below."""
 
@@ -117,12 +117,12 @@ def percentages(found: Record) -> tuple[float, float, float]:
 def _steps(record: Record, axes: Any) -> None:
     results = by_batch(record)
     first = next(iter(results.values()))
-    device = first[_VANILLA]["device"]
+    device = first[VANILLA]["device"]
     clock = "device" if device and device["ms"] else "wall"
     series = {
         case: [percentages(results[batch][case][clock]) for batch in results]
         for case in first
-        if case != _VANILLA
+        if case != VANILLA
     }
     grouped_bars(axes, [f"batch {batch}" for batch in results], series)
     axes.set_ylabel(f"decode step over vanilla, % ({clock})")

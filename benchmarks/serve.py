@@ -18,7 +18,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from eyesplice.benchmarks import records, shared_memory
+from eyesplice.benchmarks import lending, records
 from eyesplice.benchmarks.intervals import against, percent, summary
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.serve_check import check
@@ -190,7 +190,7 @@ def _open(settings: Settings, folder: Path, out: Path, console: Console) -> Sitt
             name,
             command,
             out / f"serve-{name}.log",
-            {"VLLM_PLUGINS": plugins, **shared_memory.variables(memory, role)},
+            {"VLLM_PLUGINS": plugins, **lending.variables(memory, role)},
         )
         for name, command, plugins, role in (
             (VANILLA, _command(settings, model, None), "", "lend"),
@@ -226,8 +226,6 @@ def row_bodies(apps: Sequence[str]) -> dict[str, dict[str, Any] | None]:
 
 def _command(settings: Settings, model: Path, apps: Path | None) -> list[str]:
     """The command line of a server; `apps` holds a folder per app, None for vanilla."""
-    import torch
-
     from eyesplice.integration.cli.serve import own_part, server_command
 
     length = min(_MODEL_LEN, Shape.of(model).positions)
@@ -242,8 +240,8 @@ def _command(settings: Settings, model: Path, apps: Path | None) -> list[str]:
         *("--tensor-parallel-size", str(settings.tensor_parallel)),
         *settings.server_options,
     ]
-    if torch.cuda.is_available():
-        options += ["--worker-cls", shared_memory.WORKER]
+    if lending.can_lend():
+        options += ["--worker-cls", lending.WORKER]
     if apps is None:
         server = "vllm.entrypoints.openai.api_server"
         return [sys.executable, "-P", "-m", server, "--model", str(model), *options]
@@ -288,7 +286,7 @@ def _noted(sitting: Sitting, checked: dict[str, Any]) -> dict[str, Any]:
         "settings": sitting.settings.noted(),
         "dataset": sitting.dataset,
         "start_seconds": {name: s.seconds for name, s in sitting.servers.items()},
-        "borrowed": shared_memory.borrowed(sitting.folder / "memory"),
+        "borrowed": lending.borrowed(sitting.folder / "memory"),
         "check": checked,
     }
 

@@ -19,22 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-FOLDER: Final = "EYESPLICE_BENCH_MEMORY"
-"""Variable: where the two meet, a folder that only this benchmark writes."""
-
-ROLE: Final = "EYESPLICE_BENCH_MEMORY_ROLE"
-"""Variable: "lend" or "borrow"."""
-
-WORKER: Final = "eyesplice.benchmarks.shared_worker.SharedWorker"
-"""vLLM's `worker_cls`."""
+from eyesplice.benchmarks.lending import FOLDER, ROLE
 
 _LARGE: Final = 1 << 20
 _WAIT: Final = 600.0
-
-
-def variables(folder: Path, role: str) -> dict[str, str]:
-    """Environment of an engine that lends its memory or borrows the other's."""
-    return {FOLDER: str(folder), ROLE: role}
 
 
 class Memory:
@@ -57,7 +45,7 @@ class Memory:
 
     @classmethod
     def of_environment(cls, rank: int) -> "Memory":
-        """As the parent's `variables` say."""
+        """As `lending.variables` say."""
         folder, role = os.environ[FOLDER], os.environ[ROLE]
         return cls(Path(folder), lends=role == "lend", rank=rank)
 
@@ -153,12 +141,6 @@ def handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
 
     found: tuple[Callable[..., Tensor], tuple[Any, ...]] = reduce_tensor(tensor)
     return found
-
-
-def borrowed(folder: Path) -> dict[str, Any]:
-    """What each rank of the borrower has from the lender, and why not: by rank."""
-    found = folder.glob("borrowed-*")
-    return {f.name.partition("-")[2]: json.loads(f.read_text()) for f in found}
 
 
 def _on_gpu(tensor: Tensor) -> bool:

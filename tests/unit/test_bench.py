@@ -4,6 +4,8 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -749,3 +751,13 @@ def test_an_interval_does_not_hide_the_bars() -> None:
         limits.append(axes.get_ylim())
     assert limits[0] == (-30.0, 30.0)
     assert -30.0 < limits[1][0] < -5.0 and 14.0 < limits[1][1] < 30.0
+
+
+def test_the_parent_imports_no_torch() -> None:
+    """Seconds at each call; pictures, and the parent of engines, do without."""
+    code = (
+        "import sys\n"
+        "from eyesplice.benchmarks import bench, cli, plots, serve\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

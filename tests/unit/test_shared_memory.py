@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from eyesplice.benchmarks import shared_memory
-from eyesplice.benchmarks.shared_memory import Memory, borrowed
+from eyesplice.benchmarks.lending import borrowed
+from eyesplice.benchmarks.shared_memory import Memory
 
 LENT = {}
 SIZE = 1 << 20
