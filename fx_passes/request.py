@@ -31,7 +31,7 @@ __all__ = [
     "parse_request",
 ]
 
-_OFF: Final = "off"
+OFF: Final = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,11 @@ def parse_request(
     """
     extra_args = extra_args or {}
     value, hotwire = extra_args.get("eyesplice"), extra_args.get("hotwire")
-    off = isinstance(value, str) and value == _OFF
+    off = isinstance(value, str) and value == OFF
     if off and hotwire is not None:
         raise SpecError(
             "eyesplice",
-            _OFF,
+            OFF,
             "an object beside the key hotwire",
             'leave out either "off" or hotwire',
         )

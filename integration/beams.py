@@ -6,15 +6,14 @@ gates and receipts would all mean something else.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from eyesplice._errors import SpecError
+from eyesplice.fx_passes.request import OFF
 from eyesplice.integration import ledger
 from eyesplice.integration.config import KEY
 from eyesplice.integration.frontend import KEYS, front_end_of
 from eyesplice.integration.refusal import served
-
-_OFF: Final = "off"
 
 
 def attach() -> None:
@@ -38,7 +37,7 @@ def _parameters(
 ) -> Any:
     named = request.vllm_xargs or {}
     for key in KEYS:
-        if key in named and (key, named[key]) != (KEY, _OFF):
+        if key in named and (key, named[key]) != (KEY, OFF):
             raise served(
                 SpecError(
                     f"use_beam_search with {key}",

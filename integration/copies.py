@@ -113,7 +113,6 @@ class StepCopy:
     """The copy after one step: what it counted, scored and logged.
 
     Attributes:
-        done: when it has arrived; None on a CPU.
         first_slot: the slot of the first row of `counts` and `slots`.
     """
 
@@ -124,7 +123,6 @@ class StepCopy:
         "_host",
         "_tokens",
         "_words",
-        "done",
         "first_slot",
     )
 
@@ -138,7 +136,6 @@ class StepCopy:
         tokens: int,
     ) -> None:
         """A copy that was started; `words` are those from `begin` on."""
-        self.done = None if arrival is None else arrival.done
         self._arrival = arrival
         self.first_slot = first_slot
         self._copies = copies
@@ -146,6 +143,11 @@ class StepCopy:
         self._host: NDArray[np.int32] | None = None
         self._begin = begin
         self._tokens = tokens
+
+    @property
+    def done(self) -> torch.cuda.Event | None:
+        """When it has arrived; None on a CPU, and once it is released."""
+        return None if self._arrival is None else self._arrival.done
 
     def wait(self) -> None:
         """Return once it has arrived."""
@@ -159,7 +161,7 @@ class StepCopy:
         """
         if self._arrival is not None:
             self._copies.give_back(self._arrival)
-            self._arrival = self.done = None
+            self._arrival = None
 
     @property
     def counts(self) -> NDArray[np.int32]:

@@ -218,18 +218,17 @@ def process_inputs(
     """
     params = kwargs["params"] if "params" in kwargs else args[2]
     front: FrontEnd = getattr(processor, _FRONT)
-    if not front.concerns(params):
-        result = original(processor, *args, **kwargs)
-        if front.switched_on:
-            _refuse_forged_salt(result)
-        return result
-    try:
-        admission = front.admit(params.extra_args or {})
-    except SpecError as error:
-        raise served(error) from None
+    admission = None
+    if front.concerns(params):
+        try:
+            admission = front.admit(params.extra_args or {})
+        except SpecError as error:
+            raise served(error) from None
     result = original(processor, *args, **kwargs)
-    _refuse_forged_salt(result)
-    _mark(result, admission)
+    if front.switched_on:
+        _refuse_forged_salt(result)
+    if admission is not None:
+        _mark(result, admission)
     return result
 
 

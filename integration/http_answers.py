@@ -18,8 +18,8 @@ from eyesplice.integration import ledger
 from eyesplice.integration.answer_body import joined
 from eyesplice.integration.config import KEY
 
-_DATA: Final = "data: "
-_END: Final = "\n\n"
+DATA: Final = "data: "
+END: Final = "\n\n"
 
 
 def attach() -> None:
@@ -40,21 +40,25 @@ async def _chat_full(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    last: list[Any] = []
-
-    async def watched() -> AsyncIterator[Any]:
-        async for output in outputs:
-            last[:] = [output]
-            yield output
-
-    response = await original(self, request, watched(), *args, **kwargs)
-    return with_field(response, last)
+    last: dict[int, Any] = {}
+    watched = watched_into(last, 0, outputs)
+    response = await original(self, request, watched, *args, **kwargs)
+    return with_field(response, last.values())
 
 
 def _completion_full(
     original: Callable[..., Any], self: Any, outputs: list[Any], *args: Any, **kw: Any
 ) -> Any:
     return with_field(original(self, outputs, *args, **kw), outputs)
+
+
+async def watched_into(
+    last: dict[int, Any], place: int, outputs: AsyncIterator[Any]
+) -> AsyncIterator[Any]:
+    """The outputs, of which `last[place]` is the latest one that came by."""
+    async for output in outputs:
+        last[place] = output
+        yield output
 
 
 def with_field(response: Any, outputs: Iterable[Any]) -> Any:
@@ -135,13 +139,13 @@ class Pending:
 
     def into(self, chunk: str) -> str:
         """The chunk, with the answer if it is the one that the answer waits for."""
-        if not self._answers or not chunk.startswith(_DATA + "{"):
+        if not self._answers or not chunk.startswith(DATA + "{"):
             return chunk
-        body = json.loads(chunk.removeprefix(_DATA))
+        body = json.loads(chunk.removeprefix(DATA))
         for choice in body.get("choices") or ():
             if choice["index"] in self._answers and self._fits(choice):
                 body[KEY] = self._answers.pop(choice["index"])
-                return _DATA + json.dumps(body, ensure_ascii=False) + _END
+                return DATA + json.dumps(body, ensure_ascii=False) + END
         return chunk
 
     def _fits(self, choice: dict[str, Any]) -> bool:

@@ -14,10 +14,15 @@ from typing import Any, Final
 from eyesplice.integration import ledger
 from eyesplice.integration.answer_body import first_answer, joined
 from eyesplice.integration.config import KEY
-from eyesplice.integration.http_answers import with_field
+from eyesplice.integration.http_answers import (
+    DATA,
+    END,
+    answer_of,
+    watched_into,
+    with_field,
+)
 
-_DATA: Final = "data: "
-_DELTA: Final = "event: message_delta\n" + _DATA
+_DELTA: Final = "event: message_delta\n" + DATA
 _TURNS: Final = "_eyesplice_turns"
 
 
@@ -41,20 +46,14 @@ async def _chat_batch(
     **kwargs: Any,
 ) -> Any:
     last: dict[int, Any] = {}
-
-    async def watched(place: int, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for output in outputs:
-            last[place] = output
-            yield output
-
-    watching = [watched(*one) for one in enumerate(generators)]
+    watching = [watched_into(last, *one) for one in enumerate(generators)]
     response = await original(self, request, watching, *args, **kwargs)
     return with_field(response, [last[place] for place in sorted(last)])
 
 
 def _messages_full(original: Callable[..., Any], self: Any, chat: Any) -> Any:
     response = original(self, chat)
-    answer = getattr(chat, KEY, None)
+    answer = answer_of(chat)
     if answer is None:
         return response
     kind: Any = type(response)
@@ -76,8 +75,8 @@ async def _messages_stream(
         nonlocal answer
         async for chunk in chunks:
             # Most have none, and a client's text cannot hold the key unescaped.
-            if chunk.startswith(_DATA + "{") and f'"{KEY}":' in chunk:
-                body = json.loads(chunk.removeprefix(_DATA))
+            if chunk.startswith(DATA + "{") and f'"{KEY}":' in chunk:
+                body = json.loads(chunk.removeprefix(DATA))
                 answer = joined(answer, body.get(KEY))
             yield chunk
 
@@ -87,7 +86,7 @@ async def _messages_stream(
             continue
         body = json.loads(event.removeprefix(_DELTA))
         body[KEY], answer = answer, None
-        yield _DELTA + json.dumps(body, ensure_ascii=False) + "\n\n"
+        yield _DELTA + json.dumps(body, ensure_ascii=False) + END
 
 
 def _responses_turns(

@@ -181,12 +181,8 @@ class RawAnswer:
             indices: captures whose rows are put together.
         """
         found = [self.captures[index] for index in indices if index in self.captures]
-        if len(found) > 1:
-            parts = zip(*found, strict=True)
-            found = [(bytearray().join(p), bytearray().join(r)) for p, r in (parts,)]
-        ((places, rows),) = found or [(bytearray(), bytearray())]
-        positions = np.frombuffer(places, np.int32)
-        data = np.frombuffer(rows, np.uint8)
+        positions = np.frombuffer(b"".join(p for p, _ in found), np.int32)
+        data = np.frombuffer(b"".join(rows for _, rows in found), np.uint8)
         return _last_of_each(positions, data.reshape(len(positions) or 1, -1))
 
 

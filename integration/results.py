@@ -211,7 +211,7 @@ class Results:
         stops = [*starts[1:].tolist(), count]
         of_slot = {slot: request for request, slot in step.batch.place.items()}
         found: dict[str, dict[int, Captured]] = {}
-        first = log[starts][:, [LogRow.SLOT, LogRow.CAPTURE]].tolist()
+        first = log[starts, : LogRow.POSITION].tolist()
         for start, stop, (slot, index) in zip(
             starts.tolist(), stops, first, strict=True
         ):
