@@ -12,7 +12,7 @@ import json
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -265,7 +265,7 @@ def sweep(inputs: Inputs, compiled: Any) -> list[dict[str, Any]]:
     num_tokens, hidden_size = inputs.stream.shape
     warps = launch.choose_launch(hidden_size, num_tokens, max(TOKENS)).warps
     some = [
-        (replace(chosen, warps=warps), vectors)
+        (chosen._replace(warps=warps), vectors)
         for chosen in SWEEP
         for vectors in VECTORS
     ]
@@ -274,7 +274,7 @@ def sweep(inputs: Inputs, compiled: Any) -> list[dict[str, Any]]:
     chains = [capture(inputs, step) for step in steps]
     base, *rest = time_in_turn(chains, 4 * CELL_SECONDS)
     return [
-        {**asdict(chosen), "vectors": vectors, "us": us - base}
+        {**chosen._asdict(), "vectors": vectors, "us": us - base}
         for (chosen, vectors), us in zip(some, rest, strict=True)
     ]
 

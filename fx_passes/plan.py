@@ -5,19 +5,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
 
 from eyesplice import _version, fx_passes, ops
 from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSite, CustomSites
 from eyesplice.fx_passes.sites import Site, Table
-from eyesplice.ops.layout import ALL_FAMILIES, WORK
-
-SHARED_TENSORS: Final = ("select", "bank", *WORK)
-"""Tensors every spliced op takes, in the order in which anchors list them.
-
-Then come the programs of the layer's tables, the maps of the same tables, and the weights
-of its users' own ops.
-"""
+from eyesplice.ops.layout import ALL_FAMILIES
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -76,7 +68,7 @@ class SplicePlan:
         return tuple(sorted(cut | {custom.table for custom in self.custom}))
 
     def tables_of_layer(self, layer: int) -> tuple[Table, ...]:
-        """The tables that a decoder layer's anchor lists, after the shared tensors.
+        """The tables that a decoder layer's anchor lists.
 
         The boundary at the final norm belongs to no layer: the last one lists it.
         """
@@ -88,7 +80,7 @@ class SplicePlan:
         )
 
     def custom_of_layer(self, layer: int) -> tuple[CustomSite, ...]:
-        """The users' own ops whose weights a layer's anchor lists, after the maps."""
+        """The users' own ops whose weights a layer's anchor lists, after its tables."""
         tables = self.tables_of_layer(layer)
         return tuple(custom for custom in self.custom if custom.table in tables)
 

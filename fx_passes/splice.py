@@ -2,8 +2,7 @@
 
 Before, one boundary of a Llama layer in the Dynamo graph of vLLM (T tokens, H hidden):
 
-    anchor = eyesplice.anchor(
-        [select, bank, *work, mid_1, pre_1, map_mid_1, map_pre_1], 1)
+    anchor = eyesplice.anchor([mid_1, pre_1], 1)
     branch: bf16[T, H] = ...  # output of o_proj
     fused = vllm_ir.fused_add_rms_norm.maybe_inplace(branch, stream, weight, 1e-5, None)
     normed: bf16[T, H] = fused[0]
@@ -13,33 +12,29 @@ After (`stream` is written in place and stands for `stream_1` from here on):
 
     branch: bf16[T, H] = ...
     normed: bf16[T, H] = eyesplice.boundary_(
-        stream, branch, weight, 0.0, 1e-5, map_mid_1, select, mid_1, bank, work,
-        1023, None, True)
+        stream, branch, weight, 0.0, 1e-5, mid_1, 1023, None, True)
     ...
     normed_1: bf16[T, H] = eyesplice.boundary_(  # the add of `branch` was left to it
-        stream, mlp, weight_1, 0.0, 1e-5, map_pre_2, select, pre_2, bank, work, 1023,
-        branch, False)
+        stream, mlp, weight_1, 0.0, 1e-5, pre_2, 1023, branch, False)
 
-Any other value, before and after (`work` is the list of the WORK tensors, 1023 the op
-families that are compiled in):
+Any other value, before and after (1023 are the op families that are compiled in; the
+tables beside the program `pre_2` are found by it, see `ops.site_tables`):
 
     h: bf16[T, H] = branch + stream
     ----
     h: bf16[T, H] = branch + stream
-    eyesplice.inline_(h, 1, map_pre_2, select, pre_2, bank, work, 1023)
+    eyesplice.inline_(h, 1, pre_2, 1023)
 
 A user's own op runs behind the programs' entries at its value. At h of a boundary
 (`custom_sites` says which tables the boundary is cut into):
 
-    eyesplice.inline_(branch, 0, map_mid_1_x, select, mid_1_x, bank, work, 1023)
+    eyesplice.inline_(branch, 0, mid_1_x, 1023)
     stream_1: bf16[T, H] = branch + stream
-    eyesplice.inline_(stream_1, 1, map_mid_1_h, select, mid_1_h, bank, work, 1023)
-    gain: f32[T] = eyesplice.custom_gain(
-        stream_1, map_custom_1, select, custom_1, work)
+    eyesplice.inline_(stream_1, 1, mid_1_h, 1023)
+    gain: f32[T] = eyesplice.custom_gain(stream_1, custom_1)
     lib.op(stream_1, gain, weight_1)
     normed: bf16[T, H] = eyesplice.boundary_(
-        stream_1, None, weight, 0.0, 1e-5, map_mid_1, select, mid_1, bank, work, 1023,
-        None, False)
+        stream_1, None, weight, 0.0, 1e-5, mid_1, 1023, None, False)
 """
 
 import operator
@@ -52,11 +47,11 @@ from torch import fx
 from eyesplice.fx_passes.custom_ops import find_op
 from eyesplice.fx_passes.custom_sites import NO_CUSTOM_SITES, CustomSites
 from eyesplice.fx_passes.graph_facts import value_of, writes_to
-from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
+from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.records import Found, FusedBoundary, InlineValue
 from eyesplice.fx_passes.sites import Table
 from eyesplice.ops import contracts
-from eyesplice.ops.layout import WORK, Stage
+from eyesplice.ops.layout import Stage
 
 
 @dataclass(slots=True)
@@ -65,18 +60,14 @@ class Anchored:
 
     Attributes:
         nodes: the anchor nodes, to be erased.
-        shared: the placeholders of SHARED_TENSORS, by name.
         programs: the placeholder of each program table.
-        maps: the placeholder of each table's map of the tokens.
         families: the op families that every op compiles in.
         custom: the users' own ops.
         weights: the placeholder of each one's weight, by its number.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
-    shared: dict[str, fx.Node] = field(default_factory=dict)
     programs: dict[Table, fx.Node] = field(default_factory=dict)
-    maps: dict[Table, fx.Node] = field(default_factory=dict)
     families: int = 0
     custom: CustomSites = NO_CUSTOM_SITES
     weights: dict[int, fx.Node] = field(default_factory=dict)
@@ -92,14 +83,10 @@ def read_anchors(graph: fx.Graph, plan: SplicePlan) -> Anchored:
         tensors, layer = node.args
         assert isinstance(layer, int)
         tables, custom = plan.tables_of_layer(layer), plan.custom_of_layer(layer)
-        first, count = len(SHARED_TENSORS), len(tables)
-        last = first + 2 * count
-        programs, maps = tensors[first : last - count], tensors[last - count : last]
-        anchored.shared = dict(zip(SHARED_TENSORS, tensors[:first], strict=True))
+        programs, weights = tensors[: len(tables)], tensors[len(tables) :]
         anchored.programs.update(zip(tables, programs, strict=True))
-        anchored.maps.update(zip(tables, maps, strict=True))
         numbers = (one.number for one in custom)
-        anchored.weights.update(zip(numbers, tensors[last:], strict=True))
+        anchored.weights.update(zip(numbers, weights, strict=True))
     return anchored
 
 
@@ -123,15 +110,7 @@ def splice(graph: fx.Graph, found: Found, anchored: Anchored) -> None:
 
 def _tables(anchored: Anchored, table: Table) -> tuple[Any, ...]:
     """The arguments that every op takes for its program."""
-    shared = anchored.shared
-    return (
-        anchored.maps[table],
-        shared["select"],
-        anchored.programs[table],
-        shared["bank"],
-        [shared[name] for name in WORK],
-        anchored.families,
-    )
+    return anchored.programs[table], anchored.families
 
 
 def _splice_fused(
@@ -223,10 +202,8 @@ def _run_custom(
     rows = value_of(value)
     assert rows is not None
     for custom in anchored.custom.at(table, stage):
-        token_map, select, program, _, work, _ = _tables(anchored, custom.table)
-        gain = graph.call_function(
-            contracts.custom_gain, (value, token_map, select, program, work)
-        )
+        program = anchored.programs[custom.table]
+        gain = graph.call_function(contracts.custom_gain, (value, program))
         _describe(gain, like, rows.new_empty((rows.shape[0],), dtype=torch.float32))
         weight = anchored.weights[custom.number]
         node = graph.call_function(find_op(custom.op), (value, gain, weight))

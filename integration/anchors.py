@@ -1,4 +1,4 @@
-"""Makes the tables inputs of the compiled graph.
+"""Makes the program tables inputs of the compiled graph.
 
 Dynamo lifts the buffers of a module as graph inputs when the traced code reads them. A
 forward pre-hook on each decoder layer reads them into an `anchor` op, which the splice
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from eyesplice.fx_passes.plan import SHARED_TENSORS, SplicePlan
+from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
 from eyesplice.integration.buffers import Buffers
 from eyesplice.ops import contracts
@@ -60,7 +60,7 @@ def anchor_layers(
     Args:
         root: the compiled module.
         plan: tells which tables each layer lists.
-        buffers: the tables; every layer gets the same shared tensors.
+        buffers: the tables, which must live as long as the model runs.
         weights: of the users' own ops of the plan.
     """
     layers = root.get_submodule(plan.layers_path)
@@ -69,13 +69,7 @@ def anchor_layers(
         tables = plan.tables_of_layer(number)
         if not tables:
             continue
-        for name in SHARED_TENSORS:
-            layer.register_buffer(
-                _PREFIX + name, getattr(buffers, name), persistent=False
-            )
-        places = [buffers.index[table] for table in tables]
-        own = [buffers.program[place] for place in places]
-        own += [buffers.token_map[place] for place in places]
+        own = [buffers.program[buffers.index[table]] for table in tables]
         own += [weights[custom.number] for custom in plan.custom_of_layer(number)]
         for place, tensor in enumerate(own):
             layer.register_buffer(f"{_PREFIX}own_{place}", tensor, persistent=False)
@@ -86,7 +80,6 @@ def anchor_layers(
 
 def _anchor(layer: Any, args: Any) -> None:
     # Dynamo traces this: plain attribute reads only.
-    tensors = [getattr(layer, _PREFIX + name) for name in SHARED_TENSORS]
-    for place in range(layer.eyesplice_own):
-        tensors.append(getattr(layer, f"{_PREFIX}own_{place}"))
+    places = range(layer.eyesplice_own)
+    tensors = [getattr(layer, f"{_PREFIX}own_{place}") for place in places]
     contracts.anchor(tensors, layer.eyesplice_layer)

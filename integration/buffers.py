@@ -1,6 +1,6 @@
 """The device tensors that the spliced ops read: allocated once, never moved."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Final
@@ -12,6 +12,7 @@ from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.sites import Table
 from eyesplice.ops import layout
 from eyesplice.ops.layout import WORK
+from eyesplice.ops.site_tables import SiteTables, open_tables
 
 BLOCK: Final = 8
 """int32 words of a block: what `words` is written in."""
@@ -47,9 +48,11 @@ class BufferSizes:
     vocab_size: int = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Buffers:
     """Every table of one engine, named and shaped as in `eyesplice.ops.layout`.
+
+    The ops of the graph find all of them by a program table, as long as this lives.
 
     What the host writes before a step (programs, conditions, a new request's state) and
     what it reads after one (receipts, scores, the log of captures) are parts of one
@@ -105,7 +108,7 @@ class Buffers:
         def zeros(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
 
-        return cls(
+        buffers = cls(
             words=words,
             first=first,
             token_map=zeros(len(tables), _rounded_up(sizes.tokens))[:, : sizes.tokens],
@@ -117,11 +120,19 @@ class Buffers:
             index={table: i for i, table in enumerate(tables)},
             **parts,
         )
+        open_tables(buffers, buffers._sites())
+        return buffers
 
     @property
     def work(self) -> list[Tensor]:
         """What the ops write for one another and for the host, in the order of WORK."""
         return [getattr(self, name) for name in WORK]
+
+    def _sites(self) -> Iterator[tuple[Tensor, SiteTables]]:
+        """Each program table, and what belongs to it."""
+        for place in self.index.values():
+            beside = (self.token_map[place], self.select, self.bank, self.work)
+            yield self.program[place], SiteTables(*beside)
 
     @property
     def device(self) -> torch.device:

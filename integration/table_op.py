@@ -35,17 +35,9 @@ class TableOp:
         """int32 `[tokens]`, the words of this table's tokens."""
         return self.buffers.token_map[self.buffers.index[self.table]]
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[Tensor, int]:
         """What both ops take after the values."""
-        own = self.buffers
-        return (
-            self.token_map,
-            own.select,
-            self.program,
-            own.bank,
-            own.work,
-            self.families,
-        )
+        return self.program, self.families
 
     def inline(self, value: Tensor, stage: Stage) -> None:
         """Run one stage in place on a value `[tokens, ...]` with contiguous rows."""

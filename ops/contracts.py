@@ -1,11 +1,11 @@
 """Schemas, fakes and dispatch of the ops. Torch only: kernels load when first needed.
 
-boundary_(stream!, branch?, weight, weight_offset, eps, tables...) -> normed
+boundary_(stream!, branch?, weight, weight_offset, eps, program, ...) -> normed
     x = branch; h = stream + x; y = norm(h) * (weight + weight_offset)
     with the token's program run on x, on h and on y; `stream` becomes h
-inline_(value!, stage, tables...) -> ()
+inline_(value!, stage, program, families) -> ()
     the program's entries of one stage, run on `value` in place
-custom_gain(value, tables...) -> gain
+custom_gain(value, program) -> gain
     fp32 `[tokens]`: how strongly a user's own op acts on each token of `value`
 anchor(tensors, layer) -> ()
     a mark that makes Dynamo lift `tensors` as graph inputs; the splice erases it
@@ -15,6 +15,9 @@ route_(token_map!, program, select!, ...) -> ()
 collect_(...) -> ()
     carries a step's scores and latches over to the next; called by the host after it
 
+Of the tables, the ops of the graph take the program alone: `site_tables` says why, and
+finds the others.
+
 What a graph sees as written is only what it reads: the row op's value, and the maps of
 `route_`. `select` and the `work` tensors are written too, but they are scratch that only
 these ops look at, and their order is that of the values the ops share; declared written,
@@ -23,33 +26,25 @@ functionalization would chain them through every op of the graph, and copy them.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from eyesplice.ops import reference
+from eyesplice.ops import reference, reference_graph
 
 NAMESPACE: Final = "eyesplice"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
-_TABLES = (
-    "Tensor token_map, Tensor select, Tensor program, Tensor bank, Tensor[] work, "
-    "int families"
-)
-
 SCHEMAS: Final = {
     "boundary_": (
         "(Tensor(a!) stream, Tensor(b!)? branch, Tensor weight, float weight_offset, "
-        f"float eps, {_TABLES}, Tensor? pending=None, bool defer=False) -> Tensor"
+        "float eps, Tensor program, int families, Tensor? pending=None, "
+        "bool defer=False) -> Tensor"
     ),
-    "inline_": f"(Tensor(a!) value, int stage, {_TABLES}) -> ()",
-    "custom_gain": (
-        "(Tensor value, Tensor token_map, Tensor select, Tensor program, "
-        "Tensor[] work) -> Tensor"
-    ),
+    "inline_": "(Tensor(a!) value, int stage, Tensor program, int families) -> ()",
+    "custom_gain": "(Tensor value, Tensor program) -> Tensor",
     "anchor": "(Tensor[] tensors, int layer) -> ()",
     "route_": (
         "(Tensor(a!) token_map, Tensor program, Tensor(b!) select, Tensor[] work, "
@@ -71,11 +66,7 @@ def _boundary_fake(
     weight: Tensor,
     weight_offset: float,
     eps: float,
-    token_map: Tensor,
-    select: Tensor,
     program: Tensor,
-    bank: Tensor,
-    work: Sequence[Tensor],
     families: int,
     pending: Tensor | None = None,
     defer: bool = False,
@@ -83,13 +74,7 @@ def _boundary_fake(
     return torch.empty_like(stream, memory_format=torch.contiguous_format)
 
 
-def _custom_gain_fake(
-    value: Tensor,
-    token_map: Tensor,
-    select: Tensor,
-    program: Tensor,
-    work: Sequence[Tensor],
-) -> Tensor:
+def _custom_gain_fake(value: Tensor, program: Tensor) -> Tensor:
     return value.new_empty((value.shape[0],), dtype=torch.float32)
 
 
@@ -101,18 +86,24 @@ def _anchor(tensors: Sequence[Tensor], layer: int) -> None:
     return None
 
 
-@cache
-def _launches() -> ModuleType:
-    from eyesplice.ops import launch
+_OF_THE_GRAPH: Final = ("boundary_", "inline_", "custom_gain")
 
-    return launch
+
+@cache
+def _launcher(name: str) -> Callable[..., Any]:
+    from eyesplice.ops import launch, launch_graph
+
+    launched: Callable[..., Any] = getattr(
+        launch_graph if name in _OF_THE_GRAPH else launch, name
+    )
+    return launched
 
 
 def _cuda(name: str) -> Callable[..., Tensor | None]:
     """An implementation that imports the Triton kernel at its first call."""
 
-    def run(*args: object) -> Tensor | None:
-        result: Tensor | None = getattr(_launches(), name)(*args)
+    def run(*args: object, **kwargs: object) -> Tensor | None:
+        result: Tensor | None = _launcher(name)(*args, **kwargs)
         return result
 
     run.__name__ = f"{name}cuda"
@@ -137,7 +128,8 @@ def _register() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema)
     for name in ("boundary_", "inline_", "custom_gain", "route_", "collect_"):
-        _library.impl(name, getattr(reference, name), "CPU")
+        on_cpu = reference_graph if name in _OF_THE_GRAPH else reference
+        _library.impl(name, getattr(on_cpu, name), "CPU")
         _library.impl(name, _cuda(name), "CUDA")
     _library.impl("anchor", _anchor, "CPU")
     _library.impl("anchor", _anchor, "CUDA")

@@ -4,9 +4,8 @@ Arguments are those of the reference. Nothing here waits for the device or reads
 value from it, so every function can be captured in a CUDA graph.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from eyesplice.ops.kernel_inline import inline_kernel
 from eyesplice.ops.launch_checks import block_of, check_rows, check_tables, work_of
 from eyesplice.ops.launch_custom import custom_gain
 from eyesplice.ops.launch_step import collect_, route_
-from eyesplice.ops.relaunch import Relaunch
+from eyesplice.ops.relaunch import Keeps, keep
 
 __all__ = [
     "Launch",
@@ -36,12 +35,10 @@ EARLY_ROWS: Final = 32
 """Rows up to which a boundary starts while the kernel before still runs."""
 
 _VALUES: Final = ("p_stream", "p_branch", "p_pending", "p_weight", "p_normed")
-_BOUNDARY: Final = Relaunch(boundary_kernel, _VALUES)
-_INLINE: Final = Relaunch(inline_kernel, ("p_value",))
+"""What changes from one launch of a boundary to the next, at one place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """How a boundary is launched; all but `warps` change no bit of the result.
 
     Attributes:
@@ -132,6 +129,7 @@ def boundary_(
     *,
     round_before_weight: bool = False,
     launch: Launch | None = None,
+    keeps: Keeps | None = None,
 ) -> Tensor:
     """`reference.boundary_` in one launch.
 
@@ -142,24 +140,15 @@ def boundary_(
         round_before_weight: round the normed value to the weight's dtype before the
             product, as eager torch does. Inductor leaves that rounding out.
         launch: launch parameters; chosen from the shape if None.
+        keeps: gets the launch, in which stream, branch, pending, weight and the result
+            may change.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
     num_tokens, hidden_size = stream.shape
     normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
-    room = token_map.numel()
-    launch = launch or choose_launch(hidden_size, num_tokens, room)
-    numbers = (hidden_size, weight_offset, eps, families, defer, round_before_weight)
-    call = (
-        num_tokens,
-        (program, token_map, select, bank, *work),
-        (stream, branch, pending, weight, normed),
-    )
-    how = (launch, *numbers)
-    # A step that no CUDA graph holds would wait for the host at every boundary.
-    if 0 < num_tokens <= min(room, select.numel()) and _BOUNDARY.again(*call, how):
-        return normed
+    launch = launch or choose_launch(hidden_size, num_tokens, token_map.numel())
     check_rows("stream", stream)
     for name, tensor in (("branch", branch), ("pending", pending)):
         if tensor is not None:
@@ -171,8 +160,7 @@ def boundary_(
         return normed
     values = [value for value in (stream, branch, pending) if value is not None]
     dense = num_tokens == 1 or all(x.stride(0) == hidden_size for x in values)
-    _BOUNDARY.launch(
-        *call,
+    args = (
         stream,
         branch,
         pending,
@@ -190,25 +178,29 @@ def boundary_(
         bank.stride(0),
         state.score.stride(0),
         state.capture.stride(0),
-        H=hidden_size,
-        BLOCK=block_of(hidden_size),
-        DENSE=dense,
-        HAS_BRANCH=branch is not None,
-        HAS_PENDING=pending is not None,
-        DEFER=defer,
-        EPS=eps,
-        WEIGHT_OFFSET=weight_offset,
-        ROUND_BEFORE_WEIGHT=round_before_weight,
-        FAMILIES=int(families),
-        OPCODES=opcodes_of(families),
-        EARLY=launch.early,
-        AHEAD=launch.ahead,
-        SIMPLE=launch.simple,
-        how=how,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-        launch_pdl=launch.early,
     )
+    options: dict[str, Any] = {
+        "H": hidden_size,
+        "BLOCK": block_of(hidden_size),
+        "DENSE": dense,
+        "HAS_BRANCH": branch is not None,
+        "HAS_PENDING": pending is not None,
+        "DEFER": defer,
+        "EPS": eps,
+        "WEIGHT_OFFSET": weight_offset,
+        "ROUND_BEFORE_WEIGHT": round_before_weight,
+        "FAMILIES": int(families),
+        "OPCODES": opcodes_of(families),
+        "EARLY": launch.early,
+        "AHEAD": launch.ahead,
+        "SIMPLE": launch.simple,
+        "num_warps": launch.warps,
+        "maxnreg": launch.registers,
+        "launch_pdl": launch.early,
+    }
+    compiled = boundary_kernel[(num_tokens,)](*args, **options)
+    if keeps is not None:
+        keeps(keep(boundary_kernel, compiled, args, options, _VALUES))
     return normed
 
 
@@ -221,26 +213,26 @@ def inline_(
     bank: Tensor,
     work: list[Tensor],
     families: int,
+    *,
+    keeps: Keeps | None = None,
 ) -> None:
     """`reference.inline_` in one launch.
+
+    Args:
+        value: rows may be apart, elements of a row may not.
+        stage, token_map, select, program, bank, work, families: as there.
+        keeps: gets the launch, in which the value may change.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
     num_tokens, width = value.shape
-    room = token_map.numel()
-    warps = choose_launch(width, num_tokens, room).warps
-    call = (num_tokens, (program, token_map, select, bank, *work), (value,))
-    how = (width, stage, families, warps)
-    if 0 < num_tokens <= min(room, select.numel()) and _INLINE.again(*call, how):
-        return
     check_rows("value", value)
     check_tables(num_tokens, width, token_map, select, program, bank)
     state = work_of(width, work)
     if num_tokens == 0:
         return
-    _INLINE.launch(
-        *call,
+    args = (
         value,
         token_map,
         select,
@@ -252,11 +244,15 @@ def inline_(
         bank.stride(0),
         state.score.stride(0),
         state.capture.stride(0),
-        W=width,
-        BLOCK=block_of(width),
-        STAGE=int(stage),
-        FAMILIES=int(families),
-        OPCODES=opcodes_of(families),
-        how=how,
-        num_warps=warps,
     )
+    options: dict[str, Any] = {
+        "W": width,
+        "BLOCK": block_of(width),
+        "STAGE": int(stage),
+        "FAMILIES": int(families),
+        "OPCODES": opcodes_of(families),
+        "num_warps": choose_launch(width, num_tokens, token_map.numel()).warps,
+    }
+    compiled = inline_kernel[(num_tokens,)](*args, **options)
+    if keeps is not None:
+        keeps(keep(inline_kernel, compiled, args, options, ("p_value",)))

@@ -7,12 +7,15 @@ from torch import Tensor
 
 from eyesplice.ops.kernel_custom import custom_gain_kernel
 from eyesplice.ops.launch_checks import check_maps, work_of
-from eyesplice.ops.relaunch import Relaunch
+from eyesplice.ops.relaunch import Keeps, keep
 
 BLOCK: Final = 128
 """Tokens that an instance of the kernel looks at."""
 
-_GAIN: Final = Relaunch(custom_gain_kernel, ("p_gain", "num_tokens"))
+
+def instances(num_tokens: int) -> int:
+    """Instances of the kernel that `num_tokens` take."""
+    return -(-num_tokens // BLOCK)
 
 
 def custom_gain(
@@ -21,35 +24,36 @@ def custom_gain(
     select: Tensor,
     program: Tensor,
     work: list[Tensor],
+    *,
+    keeps: Keeps | None = None,
 ) -> Tensor:
     """`reference.custom_gain` in one launch.
+
+    Args:
+        value, token_map, select, program, work: as there.
+        keeps: gets the launch, in which the result and the number of tokens may change.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
     """
     num_tokens = value.shape[0]
     gain = torch.empty(num_tokens, dtype=torch.float32, device=value.device)
-    call = (
-        -(-num_tokens // BLOCK),
-        (program, token_map, select, *work),
-        (gain, num_tokens),
-    )
-    room = min(token_map.numel(), select.numel())
-    if 0 < num_tokens <= room and _GAIN.again(*call):
-        return gain
     state = work_of(0, work)
     check_maps(num_tokens, token_map, select, program)
-    if num_tokens:
-        _GAIN.launch(
-            *call,
-            gain,
-            token_map,
-            select,
-            program,
-            state,
-            num_tokens,
-            program.stride(0),
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+    if num_tokens == 0:
+        return gain
+    args = (
+        gain,
+        token_map,
+        select,
+        program,
+        state,
+        num_tokens,
+        program.stride(0),
+    )
+    options = {"BLOCK": BLOCK, "num_warps": 4}
+    compiled = custom_gain_kernel[(instances(num_tokens),)](*args, **options)
+    if keeps is not None:
+        varying = ("p_gain", "num_tokens")
+        keeps(keep(custom_gain_kernel, compiled, args, options, varying))
     return gain

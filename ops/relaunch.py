@@ -1,12 +1,14 @@
 """Kernels that are launched at every step, without what Triton works out each time.
 
 A launch through a jit function specializes every argument, makes a key of the result and
-of the options, and compares each global that the kernel was compiled with. For the same
-tables, and values laid out as before, all of that ends at the same compiled kernel.
+of the options, and compares each global that the kernel was compiled with; the compiled
+kernel then asks for the device and the stream, and for hooks that nobody set. For the same
+tables, and values laid out as before, all of that comes out the same.
 """
 
+import inspect
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
@@ -15,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-_ALIGNED: Final = 16
+ALIGNED: Final = 16
 """Bytes; Triton compiles a kernel of its own for pointers that are not."""
 
 _MOST: Final = 64
@@ -24,20 +26,149 @@ _MOST: Final = 64
 Varying = tuple[Tensor | int | None, ...]
 
 
+class KeptLaunch:
+    """A compiled kernel with all its arguments, a few of which change at each launch."""
+
+    __slots__ = (
+        "_args",
+        "_compiled",
+        "_device",
+        "_direct",
+        "_driver",
+        "_places",
+        "_runtime",
+    )
+
+    def __init__(
+        self, compiled: Any, args: Sequence[Any], places: Sequence[int]
+    ) -> None:
+        """Nothing is launched.
+
+        Args:
+            compiled: what a launch through the jit function gave.
+            args: every argument, constants included; tensors as addresses.
+            places: of those that change.
+        """
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._runtime = knobs.runtime
+        self._compiled = compiled
+        self._args = list(args)
+        self._places = tuple(places)
+        self._driver = driver
+        self._device = driver.active.get_current_device()
+        self._direct = _direct(compiled)
+
+    def __call__(self, grid: int, values: Sequence[int | None]) -> None:
+        """Launch `grid` instances with these values, on the current stream."""
+        args = self._args.copy()
+        for place, value in zip(self._places, values, strict=True):
+            args[place] = value
+        runtime = self._runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            # A profiler wants to know of every launch: it gets what Triton tells it.
+            self._compiled[grid, 1, 1](*args)
+            return
+        stream = self._driver.active.get_current_stream(self._device)
+        self._direct(grid, 1, 1, stream, args)
+
+
+Keeps = Callable[[KeptLaunch | None], None]
+"""Takes a launch that was made, to be made again; None where none can."""
+
+
+def _direct(compiled: Any) -> Callable[[int, int, int, int, list[Any]], None]:
+    """`compiled[grid](*args)` on a stream, past what does nothing without hooks.
+
+    Triton 3.6's launcher is a Python function around a function of C; a kernel that needs
+    no scratch memory can call that one itself. Others go through their launcher.
+    """
+    launcher, function = compiled.run, compiled.function
+    metadata = compiled.packed_metadata
+    if _is_known(launcher):
+        launch = launcher.launch
+        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+
+        def straight(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
+            launch(
+                x,
+                y,
+                z,
+                stream,
+                function,
+                *options,
+                metadata,
+                None,
+                None,
+                None,
+                *args,
+            )
+
+        return straight
+
+    def through(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
+        launcher(x, y, z, stream, function, metadata, None, None, None, *args)
+
+    return through
+
+
+_KNOWN: Final = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
+"""Parameters of the launcher of Triton 3.6."""
+
+
+def _is_known(launcher: Any) -> bool:
+    if type(launcher).__name__ != "CudaLauncher":
+        return False
+    parameters = tuple(inspect.signature(type(launcher).__call__).parameters)
+    scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+    return parameters == _KNOWN and not scratch
+
+
+def keep(
+    kernel: Any,
+    compiled: Any,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    varying: Sequence[str],
+) -> KeptLaunch | None:
+    """A launch that was made, to be made again.
+
+    Args:
+        kernel: the jit function.
+        compiled: what its launch gave.
+        args, options: of that launch: arguments, constants by name, Triton's options.
+        varying: parameters that another launch may change.
+
+    Returns:
+        None where there is nothing to keep: the interpreter compiles nothing, and ROCm
+        specializes pointers by more than their alignment.
+    """
+    if compiled is None or torch.version.hip:
+        return None
+    names = kernel.arg_names
+    whole = [_address(value) for value in args]
+    whole += [options[name] for name in names[len(args) :]]
+    places = [names.index(name) for name in varying]
+    for place in places:
+        whole[place] = None
+    return KeptLaunch(compiled, whole, places)
+
+
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where a kernel is launched: at the boundary of a table, or for an engine's steps.
+    """Where a kernel is launched: for the steps of an engine.
 
     Attributes:
         first: the first of the fixed tensors.
         rest: the other fixed tensors.
-        launches: the compiled kernel and all its arguments, constants included, by what
-            they depend on. Fixed tensors are addresses there; what varies is None.
+        launches: kept, by what they depend on.
     """
 
     first: weakref.ref[Tensor]
     rest: tuple[Tensor, ...]
-    launches: dict[Hashable, tuple[Any, list[Any]]] = field(default_factory=dict)
+    launches: dict[Hashable, KeptLaunch] = field(default_factory=dict)
 
     def has(self, fixed: tuple[Tensor, ...]) -> bool:
         """Whether these are its tensors."""
@@ -61,23 +192,15 @@ class Relaunch:
         """
         self._kernel = kernel
         self._varying = varying
-        self._places: list[int] = []
         self._sites: dict[int, _Site] = {}
 
-    def again(
-        self,
-        grid: int,
-        fixed: tuple[Tensor, ...],
-        varying: Varying,
-        how: Hashable = None,
-    ) -> bool:
+    def again(self, grid: int, fixed: tuple[Tensor, ...], varying: Varying) -> bool:
         """Launch as before, if everything but the values of `varying` is as it was.
 
         Args:
             grid: instances.
             fixed: the tensors of an earlier launch that do not vary.
             varying: values for the parameters that do, in their order.
-            how: all else that decides constants, options and other arguments.
 
         Returns:
             Whether it was launched.
@@ -86,14 +209,10 @@ class Relaunch:
         if site is None or not site.has(fixed):
             return False
         kind, values = _seen(varying)
-        kept = site.launches.get((kind, how))
+        kept = site.launches.get(kind)
         if kept is None:
             return False
-        compiled, args = kept
-        args = args.copy()
-        for place, value in zip(self._places, values, strict=True):
-            args[place] = value
-        compiled[grid, 1, 1](*args)
+        kept(grid, values)
         return True
 
     def launch(
@@ -102,31 +221,26 @@ class Relaunch:
         fixed: tuple[Tensor, ...],
         varying: Varying,
         *args: Any,
-        how: Hashable = None,
         **options: Any,
     ) -> None:
         """Launch through the jit function, and keep what `again` needs.
 
         Args:
             grid: instances.
-            fixed, varying, how: as in `again`.
+            fixed, varying: as in `again`.
             args, options: all arguments of the kernel, constants by name, and Triton's
                 options.
         """
         compiled = self._kernel[(grid,)](*args, **options)
-        # The interpreter has none. ROCm's pointers are specialized by more than `_seen`.
-        if compiled is None or torch.version.hip or not _plain(varying):
+        if not _plain(varying):
             return
-        names = self._kernel.arg_names
-        self._places = [names.index(name) for name in self._varying]
-        whole = [_address(value) for value in args]
-        whole += [options[name] for name in names[len(args) :]]
-        for place in self._places:
-            whole[place] = None
+        kept = keep(self._kernel, compiled, args, options, self._varying)
+        if kept is None:
+            return
         site = self._site(fixed)
         if len(site.launches) >= _MOST:
             site.launches.clear()
-        site.launches[_seen(varying)[0], how] = compiled, whole
+        site.launches[_seen(varying)[0]] = kept
 
     def forget(self) -> None:
         """Keep no launch."""
@@ -169,7 +283,7 @@ def _seen(varying: Varying) -> tuple[tuple[object, ...], list[int | None]]:
     for value in varying:
         if isinstance(value, Tensor):
             address = value.data_ptr()
-            kind.append((value.dtype, value.stride(), address % _ALIGNED == 0))
+            kind.append((value.dtype, value.stride(), address % ALIGNED == 0))
             values.append(address)
         else:
             kind.append(None if value is None else -(2**31) <= value < 2**31)

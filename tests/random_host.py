@@ -189,11 +189,7 @@ class Engine:
             contracts.inline_(
                 torch.stack([value(layer, *token) for token in tokens]),
                 Stage.STREAM,
-                self.buffers.token_map[place],
-                self.buffers.select,
                 self.buffers.program[place],
-                self.buffers.bank,
-                self.buffers.work,
                 int(ALL_FAMILIES),
             )
         return routed and self.results.launch(routed)

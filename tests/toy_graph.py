@@ -12,6 +12,7 @@ from eyesplice.fx_passes.sites import Site
 from eyesplice.fx_passes.splice_pass import SplicePass
 from eyesplice.ops import contracts
 from eyesplice.ops.layout import Opcode, Stage
+from eyesplice.ops.site_tables import SiteTables, open_tables
 from eyesplice.ops.work import empty_work
 
 HIDDEN, LAYERS, TOKENS = 16, 2, 5
@@ -157,15 +158,21 @@ class Model(nn.Module):
         self.programs = {table: empty.clone() for table in tables}
         self.token_map = torch.zeros(len(tables), 64, dtype=torch.int32)
         self.maps = dict(zip(tables, self.token_map, strict=True))
+        beside = (self.select, self.bank, list(self.work))
+        open_tables(
+            self,
+            (
+                (self.programs[table], SiteTables(self.maps[table], *beside))
+                for table in tables
+            ),
+        )
         for number, module in enumerate(self.layers):
             own = plan.tables_of_layer(number)
             module.number = number
             module.tables = [self.programs[table] for table in own]
-            module.tables += [self.maps[table] for table in own]
             module.weights = [
                 self.weights[c.number] for c in plan.custom_of_layer(number)
             ]
-            module.shared = [self.select, self.bank, *self.work]
 
     def occupy(self, active, *tables):
         """Give the active tokens work at these tables, and the others at all others."""
@@ -195,7 +202,7 @@ def table_of(stage=Stage.BRANCH, gain=0.0):
 
 
 def _anchor(module, args):
-    tensors = [*module.shared, *module.tables, *module.weights]
+    tensors = [*module.tables, *module.weights]
     contracts.anchor(tensors, module.number)
 
 

@@ -66,7 +66,7 @@ def test_inspect_prints_json_and_dumps_both_graphs(
     added = [line for line in files["graph.diff"].splitlines() if line[:1] == "+"]
     assert sum(spliced in line for line in added) == after.count(spliced)
     assert json.loads(files["sites.json"])["sites"] == found["sites"]
-    assert "eyesplice_bank" in (dump / "compiled" / "transformed_code.py").read_text()
+    assert "eyesplice_own_0" in (dump / "compiled" / "transformed_code.py").read_text()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])

@@ -21,6 +21,7 @@ from eyesplice.ops.layout import (
     Stage,
 )
 from eyesplice.ops.simple import simple
+from eyesplice.ops.site_tables import SiteTables, open_tables
 from eyesplice.ops.work import empty_work
 from tests.kernels import ruler
 
@@ -399,9 +400,14 @@ def test_a_captured_launch_reads_the_tables_at_replay():
     stream = case.stream.clone()
     case.program.zero_()
 
+    token_map, select, _, bank, work, families = case.tables
+    site = SiteTables(token_map, select, bank, work)
+    open_tables(case.program, [(case.program, site)])
+
     def call():
         return torch.ops.eyesplice.boundary_(
-            stream, case.branch, case.weight, 0.0, case.eps, *case.tables
+            *(stream, case.branch, case.weight, 0.0, case.eps),
+            *(case.program, int(families)),
         )
 
     call()

@@ -21,6 +21,7 @@ from eyesplice.ops.layout import (
     Opcode,
     Stage,
 )
+from eyesplice.ops.site_tables import SiteTables, open_tables
 from eyesplice.ops.work import empty_work
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -51,6 +52,18 @@ def tables(entries, rows, select=None, width=HIDDEN, dtype=torch.float32):
         list(empty_work(len(rows), 2, 1, 1, width, dtype, "cpu")),
         ALL_FAMILIES,
     )
+
+
+class Owner:
+    """Whatever holds tables."""
+
+
+def open_tables_of(maps):
+    """(owner, program, families) of tables that the ops of a graph can find."""
+    token_map, select, program, bank, work, families = maps
+    owner = Owner()
+    open_tables(owner, [(program, SiteTables(token_map, select, bank, work))])
+    return owner, program, int(families)
 
 
 def rms_norm(h, weight):
@@ -306,30 +319,31 @@ def test_the_registered_ops_are_the_reference(normal):
     stream, branch, weight = (normal(*shape) for shape in ((3, 24), (3, 24), (24,)))
     maps = tables([Entry(Opcode.ADD, Stage.STREAM, 1)], [0, 1, 1])
     copies = [(stream.clone(), branch.clone()) for _ in range(2)]
-    ops = (reference.boundary_, contracts.boundary_)
+    owner, program, families = open_tables_of(maps)
     found = [
-        op(*copy, weight, 0.0, EPS, *maps, None, True)
-        for op, copy in zip(ops, copies, strict=True)
+        reference.boundary_(*copies[0], weight, 0.0, EPS, *maps, None, True),
+        contracts.boundary_(
+            *copies[1], weight, 0.0, EPS, program, families, None, True
+        ),
     ]
     assert torch.equal(*found)
     for one, other in zip(*copies, strict=True):
         assert torch.equal(one, other)
     other = stream.clone()
-    contracts.inline_(stream, 1, *maps)
+    contracts.inline_(stream, 1, program, families)
     reference.inline_(other, 1, *maps)
     assert torch.equal(stream, other)
+    gains = contracts.custom_gain(stream, program)
+    assert torch.equal(gains, reference.custom_gain(stream, *maps[:3], maps[4]))
+    del owner
+    with pytest.raises(ValueError, match="belongs to no engine of this process"):
+        contracts.inline_(stream, 1, program, families)
 
 
 def test_fakes_give_shapes():
     with FakeTensorMode() as mode:
         args = [torch.empty(5, 24, dtype=torch.bfloat16) for _ in range(2)]
-        maps = [
-            [mode.from_tensor(t) for t in part] if isinstance(part, list) else part
-            for part in (
-                mode.from_tensor(part) if isinstance(part, torch.Tensor) else part
-                for part in tables([], [0] * 5)
-            )
-        ]
-        y = contracts.boundary_(*args, torch.empty(24), 0.0, EPS, *maps)
-        contracts.inline_(args[0], 0, *maps)
+        program = mode.from_tensor(tables([], [0] * 5)[2])
+        y = contracts.boundary_(*args, torch.empty(24), 0.0, EPS, program, 1)
+        contracts.inline_(args[0], 0, program, 1)
     assert (y.shape, y.dtype) == ((5, 24), torch.bfloat16)

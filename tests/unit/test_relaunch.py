@@ -6,6 +6,7 @@ The driver is one that launches nothing and notes what it was asked to.
 import gc
 import os
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from eyesplice.ops import launch, launch_custom, launch_step  # noqa: E402
+from eyesplice.ops import launch, launch_custom, launch_graph, launch_step  # noqa: E402
 from eyesplice.ops.layout import (  # noqa: E402
     CLAUSE_WORDS,
     MAX_CLAUSES,
@@ -27,7 +28,8 @@ from eyesplice.ops.layout import (  # noqa: E402
     WORDS,
     Family,
 )
-from eyesplice.ops.relaunch import Relaunch  # noqa: E402
+from eyesplice.ops.relaunch import KeptLaunch, Relaunch  # noqa: E402
+from eyesplice.ops.site_tables import SiteTables, open_tables, tables_of  # noqa: E402
 from eyesplice.ops.work import empty_work  # noqa: E402
 
 
@@ -67,20 +69,23 @@ class Driver:
         return 7
 
 
-KEPT = (
-    *(launch_step._ROUTE, launch_step._COLLECT),
-    *(launch._BOUNDARY, launch._INLINE, launch_custom._GAIN),
+KEPT = (launch_step._ROUTE, launch_step._COLLECT)
+KERNELS = (
+    *(relaunch._kernel for relaunch in KEPT),
+    *(launch.boundary_kernel, launch.inline_kernel, launch_custom.custom_gain_kernel),
 )
 
 
-def _forget_launches() -> None:
+def _forget_launches(*layers) -> None:
     for relaunch in KEPT:
         relaunch.forget()
+    for layer in layers:
+        tables_of(layer.program).launches.clear()
 
 
 def _forget_kernels() -> None:
     _forget_launches()
-    for jit_function in (kernel, *(relaunch._kernel for relaunch in KEPT)):
+    for jit_function in (kernel, *KERNELS):
         jit_function.device_caches.clear()
     # A compiled kernel that goes asks the driver of its day to unload it.
     gc.collect()
@@ -296,52 +301,46 @@ MAX_TOKENS = 512
 class Layer:
     """The ops of one layer's table, and values of any number of tokens."""
 
-    def __init__(self) -> None:
-        tables = torch.zeros(2, MAX_TOKENS, dtype=torch.int32)
-        self.select = torch.zeros(MAX_TOKENS, dtype=torch.int32)
-        self.programs = torch.zeros(2, 3, 4, WORDS, dtype=torch.int32)
-        self.map, self.program = tables[0], self.programs[0]
+    def __init__(self, maps=MAX_TOKENS, select=MAX_TOKENS) -> None:
+        self.program = torch.zeros(3, 4, WORDS, dtype=torch.int32)
         self.bank = torch.zeros(4, HIDDEN)
         self.work = list(empty_work(MAX_TOKENS, 3, 2, 4, HIDDEN, torch.float32, "cpu"))
         self.weight = torch.ones(HIDDEN)
+        token_map, select = (torch.zeros(n, dtype=torch.int32) for n in (maps, select))
+        site = SiteTables(token_map, select, self.bank, self.work)
+        open_tables(self, [(self.program, site)])
 
-    def tables(self):
-        return self.map, self.select, self.program
-
-    def boundary(self, values, *, eps=1e-5, defer=False, **options):
+    def boundary(self, values, *, eps=1e-5, defer=False, families=Family.ADD):
         stream, branch, pending = values
-        return launch.boundary_(
-            *(stream, branch, self.weight, 0.0, eps, *self.tables(), self.bank),
-            *(self.work, int(Family.ADD), pending, defer),
-            **options,
+        return launch_graph.boundary_(
+            *(stream, branch, self.weight, 0.0, eps, self.program, int(families)),
+            *(pending, defer),
         )
 
-    def inline(self, value, stage=0):
-        launch.inline_(
-            *(value, stage, *self.tables(), self.bank, self.work, int(Family.ADD))
-        )
+    def inline(self, value, stage=0, families=Family.ADD):
+        launch_graph.inline_(value, stage, self.program, int(families))
 
     def gain(self, value):
-        return launch_custom.custom_gain(value, *self.tables(), self.work)
+        return launch_graph.custom_gain(value, self.program)
 
 
 def rows(tokens, dtype=torch.float32, gap=0):
     return torch.zeros(tokens, HIDDEN + gap, dtype=dtype)[:, :HIDDEN]
 
 
-def once_more(device, monkeypatch, call) -> None:
+def once_more(device, monkeypatch, layer, call) -> None:
     """A call whose launch is kept launches what Triton would, and looks at nothing."""
     call()
     device.launches.clear()
     with monkeypatch.context() as patch:
         for module in (launch, launch_custom):
             patch.setattr(module, "work_of", None)
-        patch.setattr(Relaunch, "launch", None)
         call()
     mine = list(device.launches)
     device.launches.clear()
-    _forget_launches()
+    _forget_launches(layer)
     call()
+    assert len(mine) == len(device.launches) == 1
     # What the op allocates itself lies somewhere else each time.
     for one, anew in zip(mine, device.launches, strict=True):
         assert one[0] == anew[0]
@@ -352,9 +351,9 @@ def once_more(device, monkeypatch, call) -> None:
 def test_a_boundary_is_launched_again_as_it_is_at_first(device, monkeypatch, tokens):
     layer = Layer()
     values = [rows(tokens) for _ in range(3)]
-    once_more(device, monkeypatch, lambda: layer.boundary(values))
-    once_more(device, monkeypatch, lambda: layer.inline(values[0]))
-    once_more(device, monkeypatch, lambda: layer.gain(values[0]))
+    once_more(device, monkeypatch, layer, lambda: layer.boundary(values))
+    once_more(device, monkeypatch, layer, lambda: layer.inline(values[0]))
+    once_more(device, monkeypatch, layer, lambda: layer.gain(values[0]))
 
 
 def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
@@ -371,8 +370,8 @@ def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
         ((rows(40).flatten()[1 : 1 + 4 * HIDDEN].view(4, HIDDEN), rows(4), None), {}),
         ((rows(4), rows(4, torch.bfloat16), None), {}),
         ((rows(40), rows(40), None), {}),
-        ((rows(4), rows(4), None), {"launch": launch.Launch(warps=2)}),
-        ((rows(4), rows(4), None), {"round_before_weight": True}),
+        ((rows(200), rows(200), rows(200)), {}),
+        ((rows(4), rows(4), None), {"families": Family.ADD | Family.RANK1}),
     ]
     seen = []
     for _ in range(2):
@@ -384,7 +383,7 @@ def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
         forms, seen, seen[len(forms) :], strict=False
     ):
         device.launches.clear()
-        _forget_launches()
+        _forget_launches(layer)
         layer.boundary(values, **options)
         (anew,) = device.launches
         for one in (first, again):
@@ -402,22 +401,9 @@ def test_tables_of_two_layers_take_turns(device):
         assert address(device.launches[0][1][place]) == layer.program.data_ptr()
 
 
-def test_another_bank_is_seen(device):
-    layer, values = Layer(), [rows(4), rows(4), None]
-    place = launch.boundary_kernel.arg_names.index("p_bank")
-    for _ in range(2):
-        layer.boundary(values)
-    layer.bank = torch.ones(4, HIDDEN)
-    for _ in range(2):
-        layer.boundary(values)
-    found = [address(args[place]) for _, args in device.launches]
-    assert found[2:] == [layer.bank.data_ptr()] * 2 != found[:2]
-
-
-@pytest.mark.parametrize("short", ["map", "select"])
+@pytest.mark.parametrize("short", ["maps", "select"])
 def test_more_tokens_than_maps_are_refused_again(device, short):
-    layer = Layer()
-    setattr(layer, short, getattr(layer, short)[:8])
+    layer = Layer(**{short: 8})
     layer.boundary([rows(8), rows(8), None])
     for call in (
         lambda: layer.boundary([rows(9), rows(9), None]),
@@ -444,7 +430,22 @@ def test_a_launch_goes_with_its_table(device):
     device.launches.clear()
     del layer
     assert [ref() for ref in held] == [None] * len(held)
-    assert not any(relaunch._sites for relaunch in KEPT)
+
+
+def test_a_table_at_the_address_of_one_that_went_is_another(device):
+    """A program tells nothing of what lay there before."""
+    one = Layer()
+    two = Layer()
+    place = one.program.data_ptr()
+    two.program = one.program
+    open_tables(two, [(one.program, tables_of(two.program))])
+    site = SiteTables(
+        *(torch.zeros(8, dtype=torch.int32) for _ in range(2)), two.bank, []
+    )
+    open_tables(two, [(two.program, site)])
+    del one
+    assert two.program.data_ptr() == place
+    assert tables_of(two.program) is site
 
 
 def test_launches_that_always_differ_do_not_pile_up(device):
@@ -455,3 +456,77 @@ def test_launches_that_always_differ_do_not_pile_up(device):
         assert call.again(view, 5)
     (site,) = call.relaunch._sites.values()
     assert len(site.launches) <= 64
+
+
+class CudaLauncher:
+    """The launcher of Triton 3.6, around a function that notes what it is given."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, launch) -> None:
+        self.launch = launch
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        coop, early = self.launch_cooperative_grid, self.launch_pdl
+        self.launch(
+            *(gridX, gridY, gridZ, stream, function, coop, early, None, None), *args
+        )
+
+
+class Compiled:
+    """A compiled kernel with a launcher, and what Triton does with both."""
+
+    function, packed_metadata = 11, "metadata"
+
+    def __init__(self, launcher) -> None:
+        self.run = launcher
+
+    def __getitem__(self, grid):
+        def runner(*args):
+            given = self.function, self.packed_metadata, None, None, None
+            self.run(*grid, 7, *given, *args)
+
+        return runner
+
+
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_a_launcher_that_is_known_is_passed_by(device, scratch):
+    seen = []
+    launcher = CudaLauncher(lambda *args: seen.append(args))
+    launcher.profile_scratch_size = scratch
+    compiled = Compiled(launcher)
+    if scratch:
+        # What needs memory of its own gets it from the launcher.
+        launcher.launch = None
+        patched = type("CudaLauncher", (CudaLauncher,), {"__call__": _through(seen)})
+        launcher.__class__ = patched
+    kept = KeptLaunch(compiled, [1, None, 3], [1])
+    kept(5, (2,))
+    compiled[5, 1, 1](1, 2, 3)
+    mine, by_triton = seen
+    assert mine == by_triton
+
+
+def _through(seen):
+    def call(self, gridX, gridY, gridZ, stream, function, *args):
+        seen.append((gridX, gridY, gridZ, stream, function, *args))
+
+    return call
+
+
+def test_a_profiler_sees_every_launch(device, monkeypatch):
+    from triton import knobs
+
+    hook = SimpleNamespace(calls=["a profiler's"])
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+    told = []
+    compiled = type(
+        "Whole", (Compiled,), {"__getitem__": lambda self, grid: partial(note, grid)}
+    )(CudaLauncher(None))
+
+    def note(grid, *args):
+        told.append((grid, args))
+
+    KeptLaunch(compiled, [1, None], [1])(3, (2,))
+    assert told == [((3, 1, 1), (1, 2))]

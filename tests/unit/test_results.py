@@ -116,11 +116,7 @@ class World:
         contracts.inline_(
             value(positions),
             Stage.STREAM,
-            self.buffers.token_map[0],
-            self.buffers.select,
             self.buffers.program[0],
-            self.buffers.bank,
-            self.buffers.work,
             int(ALL_FAMILIES),
         )
         pending = routed and self.results.launch(routed)

@@ -124,8 +124,8 @@ def test_what_is_spliced_around_an_op_on_the_stream():
     # mid[0] neither waits nor is waited for; layer 1 is as ever.
     ops = spliced.calls(boundary)
     assert [node.args[1] is None for node in ops] == [True, True, False, False, False]
-    assert [node.args[12] for node in ops] == [False, False, False, True, False]
-    assert [node.args[11] is not None for node in ops] == [False] * 4 + [True]
+    assert [node.args[8] for node in ops] == [False, False, False, True, False]
+    assert [node.args[7] is not None for node in ops] == [False] * 4 + [True]
     forms = {str(row.site): row.form for row in spliced.report.rows}
     cut = {"attention.post[0]", "residual.mid[0]"}
     assert {site for site, form in forms.items() if form == "inline"} == cut
@@ -139,7 +139,7 @@ def test_beside_an_op_on_the_branch_or_the_normed_value_adds_are_still_deferred(
     spliced = Spliced(model)
     spliced(IDS)
     ops = spliced.calls(contracts.boundary_)
-    assert [node.args[12] for node in ops] == [False, True, False, True, False]
+    assert [node.args[8] for node in ops] == [False, True, False, True, False]
     assert len(spliced.calls(contracts.inline_)) == (submodule == "attention.post")
 
 

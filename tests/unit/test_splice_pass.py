@@ -50,8 +50,8 @@ def test_every_fused_boundary_is_one_op_and_mid_leaves_its_add_to_the_next():
     assert spliced.report.num_inline_ops == 0
     assert not spliced.report.missing
     assert {row.form for row in spliced.report.rows} == {"fused"}
-    assert [node.args[12] for node in ops] == [False, True, False, True, False]
-    assert [node.args[11] is not None for node in ops] == [
+    assert [node.args[8] for node in ops] == [False, True, False, True, False]
+    assert [node.args[7] is not None for node in ops] == [
         False,
         False,
         True,
@@ -64,7 +64,7 @@ def test_every_fused_boundary_is_one_op_and_mid_leaves_its_add_to_the_next():
 def test_no_add_is_deferred_when_the_plan_says_so():
     spliced = Spliced(Model(FusedLayer), defer_adds=False)
     spliced(IDS)
-    assert not any(node.args[12] for node in spliced.calls(contracts.boundary_))
+    assert not any(node.args[8] for node in spliced.calls(contracts.boundary_))
 
 
 def test_a_boundary_whose_neighbour_is_not_wanted_does_its_own_add():
@@ -74,7 +74,7 @@ def test_a_boundary_whose_neighbour_is_not_wanted_does_its_own_add():
     spliced = Spliced(model)
     torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
     assert len(spliced.calls(contracts.boundary_)) == LAYERS
-    assert not any(node.args[12] for node in spliced.calls(contracts.boundary_))
+    assert not any(node.args[8] for node in spliced.calls(contracts.boundary_))
 
 
 @pytest.mark.parametrize("layer", [FusedLayer, AddingLayer])
@@ -289,9 +289,9 @@ def test_boundaries_that_nobody_asks_for_stay_as_they_are(chosen):
     # An add waits for the next boundary of its piece, mid[L] for pre[L + 1], only where
     # both are ours.
     deferred = [n in (1, 3) and n + 1 in chosen for n in chosen]
-    assert [node.args[12] for node in ops] == deferred
+    assert [node.args[8] for node in ops] == deferred
     taken = [n in (2, 4) and n - 1 in chosen for n in chosen]
-    assert [node.args[11] is not None for node in ops] == taken
+    assert [node.args[7] is not None for node in ops] == taken
 
 
 @pytest.mark.parametrize("number", range(5))
