@@ -9,8 +9,9 @@ from torch import fx
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.report import SiteRow, SpliceReport
-from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
+from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced, spliced_calls
 from eyesplice.integration.deployment import Deployment
+from eyesplice.ops.compile_ahead import compile_ahead
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -52,6 +53,7 @@ class Session:
         if report is None:
             if is_spliced(module.graph):
                 self.report = self.report or self.deployment.read_report()
+                compile_ahead(spliced_calls(module.graph))
             else:
                 self._unspliced = True
             return
@@ -61,6 +63,7 @@ class Session:
             self.before = before
             self.after = module.print_readable(print_output=False)
         self.adopt(report)
+        compile_ahead(spliced_calls(module.graph))
 
     def adopt(self, report: SpliceReport) -> None:
         """Take the site table that the pass or the hooks made, and leave it on disk.

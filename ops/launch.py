@@ -132,6 +132,7 @@ def boundary_(
     *,
     round_before_weight: bool = False,
     launch: Launch | None = None,
+    ahead: bool = False,
 ) -> Tensor:
     """`reference.boundary_` in one launch.
 
@@ -142,6 +143,7 @@ def boundary_(
         round_before_weight: round the normed value to the weight's dtype before the
             product, as eager torch does. Inductor leaves that rounding out.
         launch: launch parameters; chosen from the shape if None.
+        ahead: launch nothing, but queue the compilation of what would be launched.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
@@ -158,7 +160,8 @@ def boundary_(
     )
     how = (launch, *numbers)
     # A step that no CUDA graph holds would wait for the host at every boundary.
-    if 0 < num_tokens <= min(room, select.numel()) and _BOUNDARY.again(*call, how):
+    fits = 0 < num_tokens <= min(room, select.numel())
+    if fits and not ahead and _BOUNDARY.again(*call, how):
         return normed
     check_rows("stream", stream)
     for name, tensor in (("branch", branch), ("pending", pending)):
@@ -205,6 +208,7 @@ def boundary_(
         AHEAD=launch.ahead,
         SIMPLE=launch.simple,
         how=how,
+        ahead=ahead,
         num_warps=launch.warps,
         maxnreg=launch.registers,
         launch_pdl=launch.early,
@@ -221,8 +225,10 @@ def inline_(
     bank: Tensor,
     work: list[Tensor],
     families: int,
+    *,
+    ahead: bool = False,
 ) -> None:
-    """`reference.inline_` in one launch.
+    """`reference.inline_` in one launch; `ahead` as in `boundary_`.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
@@ -232,7 +238,8 @@ def inline_(
     warps = choose_launch(width, num_tokens, room).warps
     call = (num_tokens, (program, token_map, select, bank, *work), (value,))
     how = (width, stage, families, warps)
-    if 0 < num_tokens <= min(room, select.numel()) and _INLINE.again(*call, how):
+    fits = 0 < num_tokens <= min(room, select.numel())
+    if fits and not ahead and _INLINE.again(*call, how):
         return
     check_rows("value", value)
     check_tables(num_tokens, width, token_map, select, program, bank)
@@ -258,5 +265,6 @@ def inline_(
         FAMILIES=int(families),
         OPCODES=opcodes_of(families),
         how=how,
+        ahead=ahead,
         num_warps=warps,
     )

@@ -21,8 +21,10 @@ def custom_gain(
     select: Tensor,
     program: Tensor,
     work: list[Tensor],
+    *,
+    ahead: bool = False,
 ) -> Tensor:
-    """`reference.custom_gain` in one launch.
+    """`reference.custom_gain` in one launch; `ahead` as in `launch.boundary_`.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
@@ -35,7 +37,7 @@ def custom_gain(
         (gain, num_tokens),
     )
     room = min(token_map.numel(), select.numel())
-    if 0 < num_tokens <= room and _GAIN.again(*call):
+    if 0 < num_tokens <= room and not ahead and _GAIN.again(*call):
         return gain
     state = work_of(0, work)
     check_maps(num_tokens, token_map, select, program)
@@ -50,6 +52,7 @@ def custom_gain(
             num_tokens,
             program.stride(0),
             BLOCK=BLOCK,
+            ahead=ahead,
             num_warps=4,
         )
     return gain

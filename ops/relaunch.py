@@ -15,6 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from eyesplice.ops import background
+
 _ALIGNED: Final = 16
 """Bytes; Triton compiles a kernel of its own for pointers that are not."""
 
@@ -103,6 +105,7 @@ class Relaunch:
         varying: Varying,
         *args: Any,
         how: Hashable = None,
+        ahead: bool = False,
         **options: Any,
     ) -> None:
         """Launch through the jit function, and keep what `again` needs.
@@ -112,7 +115,14 @@ class Relaunch:
             fixed, varying, how: as in `again`.
             args, options: all arguments of the kernel, constants by name, and Triton's
                 options.
+            ahead: have it compiled in the background instead.
         """
+        if ahead:
+            compile_it = partial(self._compile, args, options)
+            background.submit(self._form(args, options), compile_it)
+            return
+        if background.any_job():
+            background.settle(self._form(args, options))
         compiled = self._kernel[(grid,)](*args, **options)
         # The interpreter has none. ROCm's pointers are specialized by more than `_seen`.
         if compiled is None or torch.version.hip or not _plain(varying):
@@ -127,6 +137,21 @@ class Relaunch:
         if len(site.launches) >= _MOST:
             site.launches.clear()
         site.launches[_seen(varying)[0], how] = compiled, whole
+
+    def _form(self, args: tuple[Any, ...], options: dict[str, Any]) -> Hashable:
+        """What Triton compiles a kernel of its own for, or finer."""
+        kinds = [
+            None if isinstance(value, int) and name in self._varying else _form(value)
+            for name, value in zip(self._kernel.arg_names, args, strict=False)
+        ]
+        return id(self), tuple(kinds), tuple(options.items())
+
+    def _compile(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Leave the kernel in Triton's memory, and what launches it in its cache."""
+        from triton.runtime import driver
+
+        compiled = self._kernel.warmup(*args, grid=(1,), **options)
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
 
     def forget(self) -> None:
         """Keep no launch."""
@@ -152,6 +177,12 @@ def _address(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return tuple(map(_address, value)) if isinstance(value, tuple) else value
+
+
+def _form(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % _ALIGNED == 0
+    return tuple(map(_form, value)) if isinstance(value, tuple) else value
 
 
 def _plain(varying: Varying) -> bool:
