@@ -11,7 +11,7 @@ from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.report import SiteRow, SpliceReport
 from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced, spliced_calls
 from eyesplice.integration.deployment import Deployment
-from eyesplice.ops.compile_ahead import compile_ahead
+from eyesplice.ops.compile_ahead import Call, compile_ahead
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -40,6 +40,7 @@ class Session:
         self.before = ""
         self.after = ""
         self._pass = SplicePass(plan)
+        self._calls: list[Call] = []
 
     def splice(self, module: fx.GraphModule) -> None:
         """Run the pass on a whole Dynamo graph; a spliced or foreign one is left alone.
@@ -53,7 +54,7 @@ class Session:
         if report is None:
             if is_spliced(module.graph):
                 self.report = self.report or self.deployment.read_report()
-                compile_ahead(spliced_calls(module.graph))
+                self._calls = spliced_calls(module.graph)
             else:
                 self._unspliced = True
             return
@@ -63,7 +64,15 @@ class Session:
             self.before = before
             self.after = module.print_readable(print_output=False)
         self.adopt(report)
-        compile_ahead(spliced_calls(module.graph))
+        self._calls = spliced_calls(module.graph)
+
+    def compile_ahead(self) -> None:
+        """Begin to compile the kernels of the spliced graph, in the background.
+
+        Triton's cache directory must be the one of later starts by now.
+        """
+        calls, self._calls = self._calls, []
+        compile_ahead(calls)
 
     def adopt(self, report: SpliceReport) -> None:
         """Take the site table that the pass or the hooks made, and leave it on disk.

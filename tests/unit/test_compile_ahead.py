@@ -20,6 +20,7 @@ from eyesplice.fx_passes.custom_ops import schema_of  # noqa: E402
 from eyesplice.fx_passes.custom_sites import CustomSite, CustomSites  # noqa: E402
 from eyesplice.fx_passes.sites import Site  # noqa: E402
 from eyesplice.fx_passes.splice_pass import SPLICED, spliced_calls  # noqa: E402
+from eyesplice.integration import compile_hook, session  # noqa: E402
 from eyesplice.ops import (  # noqa: E402
     background,
     compile_ahead,
@@ -228,3 +229,11 @@ time.sleep(0.1)
     # All of them would take minutes.
     run = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert run.returncode == 0
+
+
+def test_a_kernel_goes_to_the_cache_directory_of_later_starts(monkeypatch):
+    order = []
+    open_one = SimpleNamespace(compile_ahead=lambda: order.append("compiled"))
+    monkeypatch.setattr(session, "_current", open_one)
+    compile_hook._initialize_cache(lambda manager: order.append("directory"), None)
+    assert order == ["directory", "compiled"]
