@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from torch import fx
 
@@ -121,8 +121,20 @@ def is_spliced(graph: fx.Graph) -> bool:
     return any(node.target in SPLICED for node in graph.nodes)
 
 
+def spliced_calls(graph: fx.Graph) -> list[tuple[str, tuple[Any, ...]]]:
+    """The name of each op in the graph and its arguments, with the fake tensors."""
+    return [
+        (
+            node.target._schema.name.partition("::")[2],
+            fx.map_arg(node.args, value_of),
+        )
+        for node in graph.nodes
+        if node.target in SPLICED
+    ]
+
+
 def _shape(value: object) -> str:
     return str(list(getattr(value, "shape", ()))).replace("'", "")
 
 
-__all__ = ["SPLICED", "SplicePass", "is_spliced"]
+__all__ = ["SPLICED", "SplicePass", "is_spliced", "spliced_calls"]

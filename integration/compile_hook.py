@@ -12,7 +12,7 @@ from torch import fx
 
 from eyesplice.integration import ledger
 from eyesplice.integration.deployment import switched_on
-from eyesplice.integration.session import current_session
+from eyesplice.integration.session import current_session, is_open
 
 _PRE_GRAD = "pre_grad_custom_pass"
 
@@ -42,6 +42,7 @@ def splicing_backend(backend: Any, vllm_config: Any) -> Any:
 def _eager(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Dynamo backend: the spliced graph, run as it is."""
     current_session().splice(graph)
+    current_session().compile_ahead()
     return graph.forward
 
 
@@ -49,6 +50,7 @@ def _wrap_vllm_backend() -> None:
     from eyesplice.integration.plugin import wrap
 
     wrap(ledger.BACKEND_CALL, _vllm_backend_call)
+    wrap(ledger.CACHE_DIRECTORY, _initialize_cache)
 
 
 def _vllm_backend_call(
@@ -60,3 +62,12 @@ def _vllm_backend_call(
     if switched_on(self.vllm_config) is not None and not self.is_encoder:
         current_session().splice(graph)
     return original(self, graph, inputs)
+
+
+def _initialize_cache(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, *args, **kwargs)
+    if is_open():
+        current_session().compile_ahead()
+    return result

@@ -30,6 +30,13 @@ BACKEND_CALL: Final = PrivateName(
     versions="0.25.1 and 0.32.0, same signature",
     when_gone="wrap vllm.compilation.backends.split_graph",
 )
+CACHE_DIRECTORY: Final = PrivateName(
+    "vllm.compilation.backends",
+    "CompilerManager.initialize_cache",
+    why="wrapped: sets Triton's cache directory; kernels are compiled ahead from then on",
+    versions="0.25.1 and 0.32.0; called by VllmBackend.__call__ before the split",
+    when_gone="compile ahead right after the splice, for a cache that may be another",
+)
 COMPILED_BASE: Final = PrivateName(
     "vllm.compilation.wrapper",
     "TorchCompileWithNoGuardsWrapper",

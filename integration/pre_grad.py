@@ -16,6 +16,7 @@ class PreGradSplice(ledger.INDUCTOR_PASS.get()):  # type: ignore[misc]
         """Splice the graph in place."""
         assert graph.owning_module is not None
         current_session().splice(graph.owning_module)
+        current_session().compile_ahead()
         _without_inplace_norms(graph)
 
     def uuid(self) -> str:

@@ -9,8 +9,10 @@ from torch import fx
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.report import SiteRow, SpliceReport
-from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced
+from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced, spliced_calls
 from eyesplice.integration.deployment import Deployment
+from eyesplice.ops.compile_ahead import Call, compile_ahead
+from eyesplice.ops.site_tables import SiteTables
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -29,8 +31,21 @@ class Session:
         before, after: the graph as text around the splice, when `keep_graphs`.
     """
 
-    def __init__(self, deployment: Deployment, plan: SplicePlan) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        plan: SplicePlan,
+        tables: SiteTables | None = None,
+    ) -> None:
+        """Nothing is spliced.
+
+        Args:
+            deployment: configuration, sizes and vectors.
+            plan: what the pass is asked for.
+            tables: of any op of the graph, None if there is none.
+        """
         self.deployment = deployment
+        self._tables = tables
         self.plan = plan
         self.report: SpliceReport | None = None
         self.pass_ran = False
@@ -39,6 +54,7 @@ class Session:
         self.before = ""
         self.after = ""
         self._pass = SplicePass(plan)
+        self._calls: list[Call] = []
 
     def splice(self, module: fx.GraphModule) -> None:
         """Run the pass on a whole Dynamo graph; a spliced or foreign one is left alone.
@@ -52,6 +68,7 @@ class Session:
         if report is None:
             if is_spliced(module.graph):
                 self.report = self.report or self.deployment.read_report()
+                self._calls = spliced_calls(module.graph)
             else:
                 self._unspliced = True
             return
@@ -61,6 +78,16 @@ class Session:
             self.before = before
             self.after = module.print_readable(print_output=False)
         self.adopt(report)
+        self._calls = spliced_calls(module.graph)
+
+    def compile_ahead(self) -> None:
+        """Begin to compile the kernels of the spliced graph, in the background.
+
+        Triton's cache directory must be the one of later starts by now.
+        """
+        calls, self._calls = self._calls, []
+        if self._tables is not None:
+            compile_ahead(calls, self._tables)
 
     def adopt(self, report: SpliceReport) -> None:
         """Take the site table that the pass or the hooks made, and leave it on disk.

@@ -22,6 +22,7 @@ from eyesplice.integration.results import Results
 from eyesplice.integration.router import Router
 from eyesplice.integration.runners import RunnerHooks
 from eyesplice.integration.session import Session, open_session
+from eyesplice.ops.site_tables import tables_of
 
 logger = logging.getLogger("vllm.eyesplice")
 
@@ -106,7 +107,8 @@ def attach(worker: Any, vllm_config: Any) -> None:
         deployment.shape.widths(),
         answers=_answers(worker, vllm_config.parallel_config),
     )
-    session = Session(deployment, plan)
+    tables = tables_of(buffers.program[0]) if buffers.index else None
+    session = Session(deployment, plan, tables)
     open_session(session)
     contexts: list[Context] = []
 

@@ -10,13 +10,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from eyesplice.ops import relaunch
 from eyesplice.ops.families import opcodes_of
 from eyesplice.ops.kernel_boundary import boundary_kernel
 from eyesplice.ops.kernel_inline import inline_kernel
 from eyesplice.ops.launch_checks import block_of, check_rows, check_tables, work_of
 from eyesplice.ops.launch_custom import custom_gain
 from eyesplice.ops.launch_step import collect_, route_
-from eyesplice.ops.relaunch import Keeps, keep
+from eyesplice.ops.relaunch import Keeps
 
 __all__ = [
     "Launch",
@@ -130,6 +131,7 @@ def boundary_(
     round_before_weight: bool = False,
     launch: Launch | None = None,
     keeps: Keeps | None = None,
+    ahead: bool = False,
 ) -> Tensor:
     """`reference.boundary_` in one launch.
 
@@ -142,6 +144,7 @@ def boundary_(
         launch: launch parameters; chosen from the shape if None.
         keeps: gets the launch, in which stream, branch, pending, weight and the result
             may change.
+        ahead: launch nothing, but queue the compilation of what would be launched.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
@@ -198,9 +201,15 @@ def boundary_(
         "maxnreg": launch.registers,
         "launch_pdl": launch.early,
     }
-    compiled = boundary_kernel[(num_tokens,)](*args, **options)
-    if keeps is not None:
-        keeps(keep(boundary_kernel, compiled, args, options, _VALUES))
+    relaunch.launch(
+        boundary_kernel,
+        num_tokens,
+        args,
+        options,
+        varying=_VALUES,
+        keeps=keeps,
+        ahead=ahead,
+    )
     return normed
 
 
@@ -215,6 +224,7 @@ def inline_(
     families: int,
     *,
     keeps: Keeps | None = None,
+    ahead: bool = False,
 ) -> None:
     """`reference.inline_` in one launch.
 
@@ -222,6 +232,7 @@ def inline_(
         value: rows may be apart, elements of a row may not.
         stage, token_map, select, program, bank, work, families: as there.
         keeps: gets the launch, in which the value may change.
+        ahead: as in `boundary_`.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
@@ -253,6 +264,12 @@ def inline_(
         "OPCODES": opcodes_of(families),
         "num_warps": choose_launch(width, num_tokens, token_map.numel()).warps,
     }
-    compiled = inline_kernel[(num_tokens,)](*args, **options)
-    if keeps is not None:
-        keeps(keep(inline_kernel, compiled, args, options, ("p_value",)))
+    relaunch.launch(
+        inline_kernel,
+        num_tokens,
+        args,
+        options,
+        varying=("p_value",),
+        keeps=keeps,
+        ahead=ahead,
+    )

@@ -5,9 +5,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from eyesplice.ops import relaunch
 from eyesplice.ops.kernel_custom import custom_gain_kernel
 from eyesplice.ops.launch_checks import check_maps, work_of
-from eyesplice.ops.relaunch import Keeps, keep
+from eyesplice.ops.relaunch import Keeps
 
 BLOCK: Final = 128
 """Tokens that an instance of the kernel looks at."""
@@ -26,12 +27,14 @@ def custom_gain(
     work: list[Tensor],
     *,
     keeps: Keeps | None = None,
+    ahead: bool = False,
 ) -> Tensor:
     """`reference.custom_gain` in one launch.
 
     Args:
         value, token_map, select, program, work: as there.
         keeps: gets the launch, in which the result and the number of tokens may change.
+        ahead: as in `launch.boundary_`.
 
     Raises:
         ValueError: a layout that the kernel cannot read.
@@ -52,8 +55,13 @@ def custom_gain(
         program.stride(0),
     )
     options = {"BLOCK": BLOCK, "num_warps": 4}
-    compiled = custom_gain_kernel[(instances(num_tokens),)](*args, **options)
-    if keeps is not None:
-        varying = ("p_gain", "num_tokens")
-        keeps(keep(custom_gain_kernel, compiled, args, options, varying))
+    relaunch.launch(
+        custom_gain_kernel,
+        instances(num_tokens),
+        args,
+        options,
+        varying=("p_gain", "num_tokens"),
+        keeps=keeps,
+        ahead=ahead,
+    )
     return gain

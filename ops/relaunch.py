@@ -17,6 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from eyesplice.ops import background
+
 ALIGNED: Final = 16
 """Bytes; Triton compiles a kernel of its own for pointers that are not."""
 
@@ -124,6 +126,63 @@ def _is_known(launcher: Any) -> bool:
     parameters = tuple(inspect.signature(type(launcher).__call__).parameters)
     scratch = launcher.global_scratch_size or launcher.profile_scratch_size
     return parameters == _KNOWN and not scratch
+
+
+def launch(
+    kernel: Any,
+    grid: int,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    varying: Sequence[str],
+    keeps: Keeps | None = None,
+    ahead: bool = False,
+) -> None:
+    """Launch through the jit function.
+
+    Args:
+        kernel: a jit function.
+        grid: instances.
+        args, options: all its arguments, constants by name, and Triton's options.
+        varying: parameters that another launch may change: tensors, and integers that
+            Triton does not specialize.
+        keeps: gets the launch.
+        ahead: have it compiled in the background instead.
+    """
+    if ahead:
+        job = partial(_compile, kernel, args, options)
+        background.submit(_form_of(kernel, args, options, varying), job)
+        return
+    if background.any_job():
+        background.settle(_form_of(kernel, args, options, varying))
+    compiled = kernel[(grid,)](*args, **options)
+    if keeps is not None:
+        keeps(keep(kernel, compiled, args, options, varying))
+
+
+def _compile(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
+    """Leave the kernel in Triton's memory, and what launches it in its cache."""
+    from triton.runtime import driver
+
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def _form_of(
+    kernel: Any, args: Sequence[Any], options: dict[str, Any], varying: Sequence[str]
+) -> Hashable:
+    """What Triton compiles a kernel of its own for, or finer."""
+    kinds = [
+        None if isinstance(value, int) and name in varying else _form(value)
+        for name, value in zip(kernel.arg_names, args, strict=False)
+    ]
+    return id(kernel), tuple(kinds), tuple(options.items())
+
+
+def _form(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % ALIGNED == 0
+    return tuple(map(_form, value)) if isinstance(value, tuple) else value
 
 
 def keep(
