@@ -23,6 +23,7 @@ from eyesplice.fx_passes.request import Request
 from eyesplice.fx_passes.sites import Site
 from eyesplice.integration import answers, output_hook
 from eyesplice.integration.answer_body import Asked, body, joined, new_scores
+from eyesplice.integration.captured import Captured
 from eyesplice.integration.raw_answers import RawAnswer, StepAnswer, StepScores
 from eyesplice.integration.scheduler_hook import update_from_output
 from eyesplice.ops.layout import Reduce, Scope
@@ -43,7 +44,10 @@ def program(functions, scores=(), captures=()) -> Program:
 
 
 def step(place=(), scores=None, captures=None, errors=None, counts=None) -> StepAnswer:
-    """A step of requests with these slots; a count of 3 acted, 5 evaluated by default."""
+    """A step of requests with these slots; a count of 3 acted, 5 evaluated by default.
+
+    Captures are positions and bytes, by request and capture.
+    """
     place = dict(place)
     slots = 1 + max(place.values(), default=0)
     default = np.tile(np.array([[3], [5]], dtype=np.int32), (slots, 1, 4))
@@ -54,7 +58,13 @@ def step(place=(), scores=None, captures=None, errors=None, counts=None) -> Step
         counts=default if counts is None else counts,
         lost=np.zeros(slots, dtype=np.int32),
         scores=step_scores(place, scores) if scores else None,
-        captures=captures or {},
+        captures={
+            request: [
+                Captured(np.full_like(at, index), at, data)
+                for index, (at, data) in found.items()
+            ]
+            for request, found in (captures or {}).items()
+        },
         errors=errors or {},
         dtype="float32",
         widths={"residual.post": 2},
@@ -80,7 +90,7 @@ def add(answer: RawAnswer, found: StepAnswer, request="a") -> None:
     if found.scores is not None:
         first, rows = found.scores.of(found.scores.requests.index(request))
         answer.add_scores(np.arange(first, first + len(rows), dtype=np.int32), rows)
-    answer.add_captures(found.captures.get(request, {}))
+    answer.add_captures(found.captures.get(request, ()))
 
 
 def raw(found: StepAnswer, request="a") -> RawAnswer:
