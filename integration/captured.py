@@ -7,6 +7,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from eyesplice.integration.array_frames import array_of
+
 Rows = tuple[NDArray[np.int32], NDArray[np.uint8]]
 """Positions `[rows]` and the bytes `[rows, bytes per row]` of captured rows."""
 
@@ -25,19 +27,14 @@ class Captured:
     positions: NDArray[np.int32]
     data: NDArray[np.uint8]
 
-    def to_plain(self) -> list[memoryview]:
-        """The fields as msgpack takes them, without another copy."""
-        return [
-            array.reshape(-1).data
-            for array in (self.captures, self.positions, self.data)
-        ]
+    def to_plain(self) -> list[NDArray[Any]]:
+        """The fields, for vLLM's encoder."""
+        return [self.captures, self.positions, self.data]
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Self:
-        """What `to_plain` gave; it keeps those buffers."""
-        captures, positions = (np.frombuffer(part, np.int32) for part in plain[:2])
-        data = np.frombuffer(plain[2], np.uint8)
-        return cls(captures, positions, data.reshape(len(positions), -1))
+        """What `to_plain` gave, in this process or after vLLM's decoder."""
+        return cls(*map(array_of, plain))
 
     def parts(self) -> Iterable[tuple[int, Rows]]:
         """Each capture that has rows, and these."""

@@ -129,7 +129,7 @@ class RawAnswer:
         self._by_capture = None
 
     def to_plain(self) -> dict[str, Any]:
-        """The answer in types that msgpack takes; captured rows are not copied."""
+        """The answer in types that vLLM's encoder takes; captured rows are not copied."""
         return {
             "positions": bytes(self.positions),
             "scores": bytes(self.scores),

@@ -478,7 +478,7 @@ class FakeScheduler:
 
 
 def test_the_engine_core_sends_with_the_last_output():
-    msgspec = pytest.importorskip("msgspec")
+    serial = pytest.importorskip("vllm.v1.serial_utils")
     scheduler = FakeScheduler()
     for first in range(3):
         found = step({"a": 1}, {"a": (first, floats([first]))})
@@ -489,7 +489,7 @@ def test_the_engine_core_sends_with_the_last_output():
         {"a": {0: (positions(3), row_bytes([1.0]))}},
     )
     sent = scheduler.run(found, finish=True, params={"own": 1})
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
+    sent = serial.MsgpackDecoder().decode(serial.MsgpackEncoder().encode(sent))
     assert sent["own"] == 1
     answer = RawAnswer()
     answer.add_plain(sent["eyesplice"])
