@@ -542,7 +542,7 @@ class FakeRequest:
 
 
 def test_a_request_is_known_by_its_own_id_until_it_ends():
-    answers.remember("a", program([]), Request())
+    answers.remember("a", program([]), Request(), text=TEXT)
     answers.admit(FakeRequest())
     record = answers.record_of("a-1234")
     assert record.asked.prompt_len == 3
@@ -573,7 +573,7 @@ def test_a_stream_gets_each_score_once_or_all_so_far(delta):
 
 
 def test_every_sample_of_one_request_has_a_record():
-    answers.remember("a", program([]), Request())
+    answers.remember("a", program([]), Request(), text=TEXT)
     for index in range(3):
         answers.admit(FakeRequest(f"{index}_a-1"), keep=index < 2)
     records = [answers.record_of(f"{index}_a-1") for index in range(3)]
@@ -584,7 +584,7 @@ def test_every_sample_of_one_request_has_a_record():
 
 
 def test_a_request_of_the_same_id_that_asks_for_nothing_has_none():
-    answers.remember("a", program([]), Request())
+    answers.remember("a", program([]), Request(), text=TEXT)
     answers.admit(FakeRequest("a-9", text=None))
     assert answers.record_of("a-9") is None
     answers.remember("a", None, None, "no vector x")
