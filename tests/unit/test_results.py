@@ -14,6 +14,7 @@ from eyesplice.fx_passes.program import (
     ScoreInfo,
 )
 from eyesplice.fx_passes.sites import Site
+from eyesplice.integration import results
 from eyesplice.integration.answer_body import Asked, body
 from eyesplice.integration.buffers import Buffers, BufferSizes
 from eyesplice.integration.raw_answers import RawAnswer
@@ -159,7 +160,9 @@ def rows_of(capture) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.float32).reshape(capture["shape"])
 
 
-def test_captured_rows_are_as_long_as_their_sites_in_one_request():
+@pytest.mark.parametrize("large", [0, 1 << 22])
+def test_captured_rows_are_as_long_as_their_sites_in_one_request(monkeypatch, large):
+    monkeypatch.setattr(results, "_LARGE", large)
     narrow = Site(0, "residual.post")
     entries = tuple(
         Entry(stage=Stage.STREAM, opcode=Opcode.CAPTURE, clause_mask=1, u=index)
