@@ -238,7 +238,7 @@ def _captures(asked: Asked, raw: RawAnswer) -> Iterator[tuple[str, dict[str, Any
                 "shape": [len(rows), raw.widths.get(submodule, 0)],
                 "dtype": raw.dtype,
                 "positions": positions.tolist(),
-                "data": base64.b64encode(rows.tobytes()).decode(),
+                "data": base64.b64encode(np.ascontiguousarray(rows).data).decode(),
             },
         )
 

@@ -85,17 +85,19 @@ def remember(
     request: Request | None = None,
     error: str | None = None,
     vectors: Mapping[str, str] = _NONE,
+    *,
+    text: str | None = None,
 ) -> None:
     """Note what a request asks for.
 
     Args:
         request_id: the id that the client knows it by.
         program: what it does; None when it is served without effect.
-        request: the parsed request, whose canonical text goes to the worker.
+        request: the parsed request.
         error: why it is served without effect.
         vectors: digests of the registered vectors that it names itself.
+        text: the canonical one, which goes to the worker.
     """
-    text = request.canonical() if program is not None and request is not None else None
     asked = Asked(
         program=program,
         vectors=vectors,

@@ -1,14 +1,15 @@
 """Admits requests in the front end: validates, normalises, salts the prefix cache."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 from typing import Any, Final
 
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.lowering import lower
 from eyesplice.fx_passes.program import Program
-from eyesplice.fx_passes.request import Request, parse_request
+from eyesplice.fx_passes.request import parse_request
 from eyesplice.fx_passes.tensors import digests
 from eyesplice.integration import answers
 from eyesplice.integration.config import KEY
@@ -29,16 +30,12 @@ class Admission:
 
     Attributes:
         extra_args: for the worker: the caller's, with our part normalised.
-        request: what it asks for, None when that is nothing.
-        program: what the request becomes.
-        vectors: digests of the registered vectors that it names itself.
+        lowered: what it asks for, None when that is nothing.
         error: why it is served without effect.
     """
 
     extra_args: dict[str, Any]
-    request: Request | None = None
-    program: Program | None = None
-    vectors: Mapping[str, str] = field(default_factory=dict)
+    lowered: Lowered | None = None
     error: str | None = None
 
 
@@ -146,12 +143,7 @@ class FrontEnd:
         lowered = self._lowered(extra_args, context)
         if lowered is None:
             return Admission(rest)
-        return Admission(
-            {**rest, KEY: lowered.text},
-            lowered.request,
-            lowered.program,
-            lowered.vectors,
-        )
+        return Admission({**rest, KEY: lowered.text}, lowered)
 
     def _lowered(
         self, extra_args: Mapping[str, Any], context: Context
@@ -170,6 +162,7 @@ class FrontEnd:
             request.canonical(),
             request,
             program,
+            program.changes_kv,
             digests(context.vectors, {name for names in own for name in names}),
         )
         if asked is not None:
@@ -224,12 +217,29 @@ def process_inputs(
             admission = front.admit(params.extra_args or {})
         except SpecError as error:
             raise served(error) from None
+        else:
+            args, kwargs = _with_extra_args(admission.extra_args, args, kwargs)
     result = original(processor, *args, **kwargs)
     if front.switched_on:
         _refuse_forged_salt(result)
     if admission is not None:
         _mark(result, admission)
     return result
+
+
+def _with_extra_args(
+    extra_args: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with other `extra_args`: the processor copies what it gets deeply.
+
+    Our text is much faster to copy than what the client wrote. Its own parameters stay
+    as they are.
+    """
+    params = copy(kwargs["params"] if "params" in kwargs else args[2])
+    params.extra_args = extra_args or None
+    if "params" in kwargs:
+        return args, {**kwargs, "params": params}
+    return (*args[:2], params, *args[3:]), kwargs
 
 
 def _refuse_forged_salt(result: Any) -> None:
@@ -246,18 +256,21 @@ def _mark(result: Any, admission: Admission) -> None:
     # The processor has cloned the caller's parameters: these are the request's own.
     params = result.sampling_params
     params.extra_args = admission.extra_args or None
-    program = admission.program
-    if program is None and admission.error is None:
+    lowered = admission.lowered
+    if lowered is None:
+        if admission.error is not None:
+            answers.remember(result.request_id, None, None, error=admission.error)
         return
-    if program is not None and program.changes_kv:
+    program = lowered.program
+    if lowered.changes_kv:
         salt = cache_salt(program, prompt_length(result))
         result.cache_salt = f"{result.cache_salt or ''}{salt}"
-    if program is not None and program.needs_every_token:
+    if program.needs_every_token:
         params.skip_reading_prefix_cache = True
     answers.remember(
         result.request_id,
         program,
-        admission.request,
-        vectors=admission.vectors,
-        error=admission.error,
+        lowered.request,
+        vectors=lowered.vectors,
+        text=lowered.text,
     )

@@ -29,12 +29,14 @@ class Lowered:
         text: the canonical one.
         request: parsed.
         program: lowered.
+        changes_kv: as of the program, which looks through all its entries.
         vectors: digests of the registered vectors that it names itself.
     """
 
     text: str
     request: Request
     program: Program
+    changes_kv: bool
     vectors: Mapping[str, str]
 
 

@@ -274,6 +274,14 @@ PREEMPT_REQUEST: Final = PrivateName(
     when_gone="set skip_reading_prefix_cache at admission; a preempted request that "
     "reads the cache has an `error` in its answer",
 )
+DECODE: Final = PrivateName(
+    "vllm.v1.serial_utils",
+    "MsgpackDecoder.decode",
+    why="wrapped: arrays inside kv_transfer_params arrive as (dtype, shape, data), with "
+    "a number among the message's parts for data of more than a few bytes",
+    versions="0.25.1 and 0.32.0; (bufs), one buffer or a sequence of parts",
+    when_gone="send captured rows as bytes inside the message",
+)
 PROCESS_OUTPUTS: Final = PrivateName(
     "vllm.v1.engine.output_processor",
     "OutputProcessor.process_outputs",

@@ -1,6 +1,7 @@
 """The front end's part of the road back: `RequestOutput.eyesplice`.
 
 add_request      learns a request's id in the engine core
+decode           completes what another process sent
 process_outputs  takes the results out of the core's outputs again
 _new_completion_output, _new_request_output
                  put the answer where the client finds it; wrapped on the request that
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 from weakref import ref
 
-from eyesplice.integration import answers, ledger
+from eyesplice.integration import answers, array_frames, ledger
 from eyesplice.integration.answer_body import first_answer, joined
 from eyesplice.integration.answers import Record
 from eyesplice.integration.config import KEY
@@ -39,6 +40,7 @@ def attach() -> None:
             setattr(output, KEY, ANSWER)
     wrap(ledger.PROCESSOR_ADD_REQUEST, _add_request)
     wrap(ledger.PROCESSOR_ABORT, _abort_requests)
+    wrap(ledger.DECODE, array_frames.decode)
     wrap(ledger.PROCESS_OUTPUTS, _process_outputs)
     wrap(ledger.MERGE_OUTPUTS, _merge_outputs)
 

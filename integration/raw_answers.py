@@ -5,15 +5,14 @@ engine core  one `RawAnswer` a request, which adds its steps up
 front end    the same again, from the plain form that the engine core sends
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Captured = tuple[NDArray[np.int32], NDArray[np.uint8]]
-"""Positions `[rows]` and the bytes `[rows, bytes per row]` of the captured rows."""
+from eyesplice.integration.captured import Captured, Rows, by_capture, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class StepAnswer:
         counts: int32 `[slots, 2, functions]`, since the request's slot was empty.
         lost: int32 `[slots]`, captured rows that found no room, likewise.
         scores: the scores, None if no request has any.
-        captures: rows of each capture of a program, by its index.
+        captures: captured rows, by request.
         errors: what a request should know, such as why it runs without effect.
         dtype: of captured rows, as torch names it without its prefix.
         widths: elements of a captured row at each submodule.
@@ -68,7 +67,7 @@ class StepAnswer:
     counts: NDArray[np.int32]
     lost: NDArray[np.int32]
     scores: StepScores | None
-    captures: Mapping[str, Mapping[int, Captured]]
+    captures: Mapping[str, Sequence[Captured]]
     errors: Mapping[str, str]
     dtype: str
     widths: Mapping[str, int]
@@ -85,7 +84,7 @@ class RawAnswer:
         positions: int32 `[tokens]`, those of the rows of `scores`.
         scores: float32 `[tokens, num_scores]`.
         num_scores: scores of the request's program.
-        captures: int32 positions and the rows' bytes, by the capture's index.
+        captures: captured rows, as they came.
         counts: the two rows of the request's `counts`.
         lost: captured rows that found no room.
         error: what the request should know, such as why it runs without effect.
@@ -95,12 +94,15 @@ class RawAnswer:
     positions: bytearray = field(default_factory=bytearray)
     scores: bytearray = field(default_factory=bytearray)
     num_scores: int = 0
-    captures: dict[int, tuple[bytearray, bytearray]] = field(default_factory=dict)
+    captures: list[Captured] = field(default_factory=list)
     counts: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     lost: int = 0
     error: str | None = None
     dtype: str = ""
     widths: Mapping[str, int] = field(default_factory=dict)
+    _by_capture: dict[int, list[Rows]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def add_totals(self, step: StepAnswer, request_id: str) -> None:
         """Take a step's counts of the request, which are totals up to it."""
@@ -121,26 +123,18 @@ class RawAnswer:
         self.positions += positions.tobytes()
         self.scores += scores.tobytes()
 
-    def add_captures(self, captures: Mapping[int, Captured]) -> None:
+    def add_captures(self, captures: Iterable[Captured]) -> None:
         """Add the rows that a step captured for the request."""
-        for index, (positions, rows) in captures.items():
-            self._add_capture(index, positions.tobytes(), rows.tobytes())
-
-    def _add_capture(self, index: int, positions: bytes, rows: bytes) -> None:
-        kept = self.captures.setdefault(index, (bytearray(), bytearray()))
-        kept[0].extend(positions)
-        kept[1].extend(rows)
+        self.captures.extend(captures)
+        self._by_capture = None
 
     def to_plain(self) -> dict[str, Any]:
-        """The answer in types that msgpack keeps."""
+        """The answer in types that vLLM's encoder takes; captured rows are not copied."""
         return {
             "positions": bytes(self.positions),
             "scores": bytes(self.scores),
             "num_scores": self.num_scores,
-            "captures": [
-                [index, bytes(positions), bytes(rows)]
-                for index, (positions, rows) in self.captures.items()
-            ],
+            "captures": [captured.to_plain() for captured in self.captures],
             "counts": list(self.counts),
             "lost": self.lost,
             "error": self.error,
@@ -153,8 +147,7 @@ class RawAnswer:
         self.positions += plain["positions"]
         self.scores += plain["scores"]
         self.num_scores = plain["num_scores"] or self.num_scores
-        for index, positions, rows in plain["captures"]:
-            self._add_capture(index, positions, rows)
+        self.add_captures(map(Captured.from_plain, plain["captures"]))
         acted, evaluated = plain["counts"]
         self.counts = acted, evaluated
         self.lost = plain["lost"]
@@ -172,18 +165,17 @@ class RawAnswer:
         rows = scores.reshape(-1, max(self.num_scores, 1))
         return _last_of_each(np.frombuffer(self.positions, np.int32), rows)
 
-    def captured(
-        self, indices: Sequence[int]
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def captured(self, indices: Sequence[int]) -> Rows:
         """Ascending positions and bytes `[rows, bytes per row]` of captures of one site.
 
         Args:
             indices: captures whose rows are put together.
         """
-        found = [self.captures[index] for index in indices if index in self.captures]
-        positions = np.frombuffer(b"".join(p for p, _ in found), np.int32)
-        data = np.frombuffer(b"".join(rows for _, rows in found), np.uint8)
-        return _last_of_each(positions, data.reshape(len(positions) or 1, -1))
+        if self._by_capture is None:
+            self._by_capture = by_capture(self.captures)
+        found = self._by_capture
+        parts = [part for index in indices for part in found.get(index, ())]
+        return _last_of_each(*together(parts))
 
 
 def _last_of_each(

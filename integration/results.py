@@ -7,22 +7,28 @@ follow once that copy has told how many there are. A batch without a request tha
 program copies nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eyesplice.fx_passes.program import Program
 from eyesplice.fx_passes.sites import Submodule
 from eyesplice.integration.buffers import Buffers
+from eyesplice.integration.captured import Captured
 from eyesplice.integration.captures import NO_ROWS, CaptureRing, Region
 from eyesplice.integration.copies import CapturedRows, StepCopies, StepCopy
-from eyesplice.integration.raw_answers import Captured, StepAnswer, StepScores
+from eyesplice.integration.raw_answers import StepAnswer, StepScores
 from eyesplice.integration.roster import Batch, Column
 from eyesplice.ops import contracts
 from eyesplice.ops.layout import LogHead, LogRow, Slot
+
+_LARGE: Final = 1 << 22
+"""Bytes from which more threads than one copy faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +201,7 @@ class Results:
 
     def _captured(
         self, step: Step, copies: StepCopy, copied: CapturedRows
-    ) -> dict[str, dict[int, Captured]]:
+    ) -> dict[str, list[Captured]]:
         count = min(int(copies.log[0, LogHead.COUNT]), step.region.rows)
         rows = copied.fetch(count)
         if not count:
@@ -205,23 +211,56 @@ class Results:
         # Stable, and of ints: the rows of one capture of one request stay in order.
         key = log[:, LogRow.SLOT].astype(np.int64) << 32 | log[:, LogRow.CAPTURE]
         order = np.argsort(key, kind="stable")
-        # In order all at once: a step may have a hundred captures of a row or two.
-        log, rows = log[order], rows[order]
-        starts = np.flatnonzero(np.diff(key[order], prepend=-1))
-        stops = [*starts[1:].tolist(), count]
+        slots = log[order, LogRow.SLOT]
+        starts = np.flatnonzero(np.diff(slots, prepend=-1))
         of_slot = {slot: request for request, slot in step.batch.place.items()}
-        found: dict[str, dict[int, Captured]] = {}
-        first = log[starts, : LogRow.POSITION].tolist()
-        for start, stop, (slot, index) in zip(
-            starts.tolist(), stops, first, strict=True
+        found: dict[str, list[Captured]] = {}
+        for slot, chosen in zip(
+            slots[starts].tolist(), np.split(order, starts[1:]), strict=True
         ):
-            site = step.batch.capturing[slot].captures[index].site
-            size = self._widths[site.submodule] * self._buffers.capture.itemsize
-            found.setdefault(of_slot[slot], {})[index] = (
-                log[start:stop, LogRow.POSITION],
-                rows[start:stop, :size],
-            )
+            sizes = self._row_bytes(step.batch.capturing[slot])
+            found[of_slot[slot]] = list(_chunks(log, rows, chosen, sizes))
         return found
+
+    def _row_bytes(self, program: Program) -> list[int]:
+        """Bytes of a row of each capture."""
+        size = self._buffers.capture.itemsize
+        return [self._widths[c.site.submodule] * size for c in program.captures]
+
+
+def _chunks(
+    log: NDArray[np.int32],
+    rows: NDArray[np.uint8],
+    chosen: NDArray[np.int64],
+    sizes: Sequence[int],
+) -> Iterator[Captured]:
+    """One request's rows, together where they are as long.
+
+    Args:
+        log: `[rows, LOG_WORDS]`.
+        rows: `[rows, bytes]`.
+        chosen: the request's rows, by capture.
+        sizes: bytes of a row of each capture.
+    """
+    lengths = set(sizes)
+    of_rows = np.array(sizes)[log[chosen, LogRow.CAPTURE]] if len(lengths) > 1 else None
+    for size in lengths:
+        here = chosen if of_rows is None else chosen[of_rows == size]
+        if len(here):
+            captures, positions = log[here, LogRow.CAPTURE], log[here, LogRow.POSITION]
+            yield Captured(captures, positions, _taken(rows[:, :size], here))
+
+
+def _taken(rows: NDArray[np.uint8], chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """A copy of the chosen rows `[chosen, bytes]`, by torch's threads if it is large."""
+    size = rows.shape[1]
+    if len(chosen) * size < _LARGE:
+        return rows[chosen]
+    # Memory of numpy's, which comes in huge pages.
+    found = np.empty((len(chosen), size), dtype=np.uint8)
+    out = torch.from_numpy(found)
+    torch.index_select(torch.from_numpy(rows), 0, torch.from_numpy(chosen), out=out)
+    return found
 
 
 def _last_scored(step: Step) -> int:

@@ -1,5 +1,6 @@
 """What the front end makes of a request, for stand-ins of vLLM's objects."""
 
+import copy
 import json
 from contextlib import suppress
 from types import SimpleNamespace
@@ -67,10 +68,10 @@ def remembered(monkeypatch):
 def process(front, given, cache_salt=None):
     processor = SimpleNamespace(_eyesplice_front=front)
 
-    def original(_processor, _id, _prompt, _params):
+    def original(_processor, _id, _prompt, params):
         request = core_request()
         request.cache_salt = cache_salt
-        request.sampling_params.extra_args = given.extra_args
+        request.sampling_params.extra_args = copy.deepcopy(params.extra_args)
         return request
 
     return frontend.process_inputs(original, processor, "r", "prompt", given)
@@ -90,6 +91,32 @@ def test_a_request_without_our_key_is_left_alone(opened, remembered):
     assert request.cache_salt is None and not remembered
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_processor_copies_our_text_and_the_caller_keeps_what_it_gave(
+    opened, remembered, by_name
+):
+    asked = {"reads": [{"read": "capture", "layers": [0], "submodule": "residual.mid"}]}
+    given = params(eyesplice=asked, **PLAIN)
+    before, copied = copy.deepcopy(given.extra_args), []
+
+    def original(_processor, _id, _prompt, params):
+        copied.append(params.extra_args)
+        return core_request()
+
+    processor = SimpleNamespace(_eyesplice_front=opened())
+    args, kwargs = (
+        (("r", "p"), {"params": given}) if by_name else (("r", "p", given), {})
+    )
+    request = frontend.process_inputs(original, processor, *args, **kwargs)
+    assert copied == [request.sampling_params.extra_args]
+    assert isinstance(copied[0]["eyesplice"], str) and copied[0] == {
+        **PLAIN,
+        "eyesplice": remembered[0][2].canonical(),
+    }
+    assert remembered[0][3]["text"] == copied[0]["eyesplice"]
+    assert given.extra_args == before
+
+
 def test_a_steered_request(opened, remembered):
     request = process(opened(), params(eyesplice="steer", **PLAIN))
     assert functions(request) == ["steer/0"]
@@ -98,7 +125,7 @@ def test_a_steered_request(opened, remembered):
     assert request.sampling_params.skip_reading_prefix_cache is None
     ((name, program, asked, more),) = remembered
     assert (name, asked.apps) == ("r", ("steer",)) and program.changes_kv
-    assert more == {"vectors": {}, "error": None}
+    assert more == {"vectors": {}, "text": asked.canonical()}
 
 
 def test_beams_wait_until_no_app_is_a_default(opened):
@@ -284,7 +311,7 @@ def test_a_text_that_is_lowered_while_its_app_is_disabled_is_not_known_after(
         return original(request, context)
 
     monkeypatch.setattr(frontend, "lower", lower)
-    assert front.admit({"eyesplice": "steer"}).program is not None
+    assert front.admit({"eyesplice": "steer"}).lowered is not None
     with pytest.raises(SpecError, match="steer"):
         front.admit({"eyesplice": "steer"})
 

@@ -23,6 +23,7 @@ from eyesplice.fx_passes.request import Request
 from eyesplice.fx_passes.sites import Site
 from eyesplice.integration import answers, output_hook
 from eyesplice.integration.answer_body import Asked, body, joined, new_scores
+from eyesplice.integration.captured import Captured
 from eyesplice.integration.raw_answers import RawAnswer, StepAnswer, StepScores
 from eyesplice.integration.scheduler_hook import update_from_output
 from eyesplice.ops.layout import Reduce, Scope
@@ -43,7 +44,10 @@ def program(functions, scores=(), captures=()) -> Program:
 
 
 def step(place=(), scores=None, captures=None, errors=None, counts=None) -> StepAnswer:
-    """A step of requests with these slots; a count of 3 acted, 5 evaluated by default."""
+    """A step of requests with these slots; a count of 3 acted, 5 evaluated by default.
+
+    Captures are positions and bytes, by request and capture.
+    """
     place = dict(place)
     slots = 1 + max(place.values(), default=0)
     default = np.tile(np.array([[3], [5]], dtype=np.int32), (slots, 1, 4))
@@ -54,7 +58,13 @@ def step(place=(), scores=None, captures=None, errors=None, counts=None) -> Step
         counts=default if counts is None else counts,
         lost=np.zeros(slots, dtype=np.int32),
         scores=step_scores(place, scores) if scores else None,
-        captures=captures or {},
+        captures={
+            request: [
+                Captured(np.full_like(at, index), at, data)
+                for index, (at, data) in found.items()
+            ]
+            for request, found in (captures or {}).items()
+        },
         errors=errors or {},
         dtype="float32",
         widths={"residual.post": 2},
@@ -80,7 +90,7 @@ def add(answer: RawAnswer, found: StepAnswer, request="a") -> None:
     if found.scores is not None:
         first, rows = found.scores.of(found.scores.requests.index(request))
         answer.add_scores(np.arange(first, first + len(rows), dtype=np.int32), rows)
-    answer.add_captures(found.captures.get(request, {}))
+    answer.add_captures(found.captures.get(request, ()))
 
 
 def raw(found: StepAnswer, request="a") -> RawAnswer:
@@ -468,7 +478,7 @@ class FakeScheduler:
 
 
 def test_the_engine_core_sends_with_the_last_output():
-    msgspec = pytest.importorskip("msgspec")
+    serial = pytest.importorskip("vllm.v1.serial_utils")
     scheduler = FakeScheduler()
     for first in range(3):
         found = step({"a": 1}, {"a": (first, floats([first]))})
@@ -479,7 +489,7 @@ def test_the_engine_core_sends_with_the_last_output():
         {"a": {0: (positions(3), row_bytes([1.0]))}},
     )
     sent = scheduler.run(found, finish=True, params={"own": 1})
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
+    sent = serial.MsgpackDecoder().decode(serial.MsgpackEncoder().encode(sent))
     assert sent["own"] == 1
     answer = RawAnswer()
     answer.add_plain(sent["eyesplice"])
@@ -532,7 +542,7 @@ class FakeRequest:
 
 
 def test_a_request_is_known_by_its_own_id_until_it_ends():
-    answers.remember("a", program([]), Request())
+    answers.remember("a", program([]), Request(), text=TEXT)
     answers.admit(FakeRequest())
     record = answers.record_of("a-1234")
     assert record.asked.prompt_len == 3
@@ -563,7 +573,7 @@ def test_a_stream_gets_each_score_once_or_all_so_far(delta):
 
 
 def test_every_sample_of_one_request_has_a_record():
-    answers.remember("a", program([]), Request())
+    answers.remember("a", program([]), Request(), text=TEXT)
     for index in range(3):
         answers.admit(FakeRequest(f"{index}_a-1"), keep=index < 2)
     records = [answers.record_of(f"{index}_a-1") for index in range(3)]
@@ -574,7 +584,7 @@ def test_every_sample_of_one_request_has_a_record():
 
 
 def test_a_request_of_the_same_id_that_asks_for_nothing_has_none():
-    answers.remember("a", program([]), Request())
+    answers.remember("a", program([]), Request(), text=TEXT)
     answers.admit(FakeRequest("a-9", text=None))
     assert answers.record_of("a-9") is None
     answers.remember("a", None, None, "no vector x")

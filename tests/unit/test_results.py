@@ -14,6 +14,7 @@ from eyesplice.fx_passes.program import (
     ScoreInfo,
 )
 from eyesplice.fx_passes.sites import Site
+from eyesplice.integration import results
 from eyesplice.integration.answer_body import Asked, body
 from eyesplice.integration.buffers import Buffers, BufferSizes
 from eyesplice.integration.raw_answers import RawAnswer
@@ -85,7 +86,7 @@ def probing(digest="p", kind=ClauseKind.ALL, **more) -> Program:
 class World:
     """A model of one site: each token's value is a function of its position."""
 
-    def __init__(self, answers: bool = True) -> None:
+    def __init__(self, answers: bool = True, **widths: int) -> None:
         plan = SplicePlan("layers", 1, frozenset({SITE}))
         sizes = BufferSizes(
             tokens=64,
@@ -100,7 +101,7 @@ class World:
             plan, sizes, dtype=torch.float32, device=torch.device("cpu")
         )
         self.buffers.bank[1] = torch.arange(WIDTH) / 8 + 0.25
-        widths = {"residual.mid": WIDTH}
+        widths = {"residual.mid": WIDTH} | widths
         self.results = Results(self.buffers, widths, answers=answers)
         self.router = Router(self.buffers, self.results)
         self.raw: dict[str, RawAnswer] = {}
@@ -137,7 +138,7 @@ def add_rows(raw: RawAnswer, found, request: str) -> None:
     if found.scores is not None and request in found.scores.requests:
         first, rows = found.scores.of(found.scores.requests.index(request))
         raw.add_scores(np.arange(first, first + len(rows), dtype=np.int32), rows)
-    raw.add_captures(found.captures.get(request, {}))
+    raw.add_captures(found.captures.get(request, ()))
 
 
 def value(positions: torch.Tensor) -> torch.Tensor:
@@ -153,6 +154,34 @@ def rows_of(capture) -> torch.Tensor:
 
     data = bytearray(base64.b64decode(capture["data"]))
     return torch.frombuffer(data, dtype=torch.float32).reshape(capture["shape"])
+
+
+@pytest.mark.parametrize("large", [0, 1 << 22])
+def test_captured_rows_are_as_long_as_their_sites_in_one_request(monkeypatch, large):
+    monkeypatch.setattr(results, "_LARGE", large)
+    narrow = Site(0, "residual.post")
+    entries = tuple(
+        Entry(stage=Stage.STREAM, opcode=Opcode.CAPTURE, clause_mask=1, u=index)
+        for index in range(3)
+    )
+    program = Program(
+        "three",
+        (Clause(ClauseKind.ALL),),
+        {SITE.table[0]: entries},
+        functions=tuple(read_info(name, "capture") for name in "xyz"),
+        captures=(CaptureInfo(0, SITE), CaptureInfo(1, narrow), CaptureInfo(2, SITE)),
+    )
+    world = World(**{narrow.submodule: WIDTH // 2})
+    world.router.begin("a", program, 2)
+    world.router.begin("b", program, 1)
+    world.step(b=(0, 1), a=(0, 2))
+    for request, tokens in (("a", 2), ("b", 1)):
+        rows = value(torch.arange(tokens))
+        found = answer(world, request, program)["captures"]
+        wide, short = (found[f"blocks.0.hook_resid_{of}"] for of in ("mid", "post"))
+        assert wide["positions"] == short["positions"] == list(range(tokens))
+        assert torch.equal(rows_of(wide), rows)
+        assert torch.equal(rows_of(short), rows[:, : WIDTH // 2])
 
 
 def test_scores_captures_and_receipts_of_two_requests_in_one_batch():

@@ -1,0 +1,49 @@
+"""Captured rows from the engine core's process to the front end's.
+
+vLLM's encoder sends an array as a message part of its own, next to the message, which has
+its dtype, shape and number among the parts. Its decoder puts the array back where a field
+is declared to be one. Ours are inside an object: `with_arrays` puts them back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eyesplice.integration.config import KEY
+
+
+def decode(
+    original: Callable[..., Any], decoder: Any, bufs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's `MsgpackDecoder.decode`, with the captured rows of the outputs."""
+    message = original(decoder, bufs, *args, **kwargs)
+    # Most have one part: then there is no array, or it is small and inside.
+    if isinstance(bufs, Sequence) and len(bufs) > 1:
+        for output in getattr(message, "outputs", None) or ():
+            params = output.kv_transfer_params
+            if params and KEY in params:
+                with_arrays(params[KEY], bufs)
+    return message
+
+
+def with_arrays(plain: dict[str, Any], parts: Sequence[Any]) -> None:
+    """Put arrays back for the numbers of parts in what `RawAnswer.to_plain` gave.
+
+    Args:
+        plain: changed in place.
+        parts: of the message.
+    """
+    for captured in plain["captures"]:
+        for array in captured:
+            if isinstance(array[2], int):
+                array[2] = parts[array[2]]
+
+
+def array_of(sent: Any) -> NDArray[Any]:
+    """An array that was sent, over its buffer; in one process it is itself."""
+    if isinstance(sent, np.ndarray):
+        return sent
+    dtype, shape, data = sent
+    return np.frombuffer(data, dtype).reshape(shape)
