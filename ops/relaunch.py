@@ -84,48 +84,64 @@ Keeps = Callable[[KeptLaunch | None], None]
 def _direct(compiled: Any) -> Callable[[int, int, int, int, list[Any]], None]:
     """`compiled[grid](*args)` on a stream, past what does nothing without hooks.
 
-    Triton 3.6's launcher is a Python function around a function of C; a kernel that needs
-    no scratch memory can call that one itself. Others go through their launcher.
+    A launcher of Triton's is a Python function around one of C; a kernel that needs no
+    scratch memory can call that one itself. Launchers of other versions and devices are
+    called as they are.
     """
     launcher, function = compiled.run, compiled.function
     metadata = compiled.packed_metadata
-    if _is_known(launcher):
-        launch = launcher.launch
-        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+    version = _version_of(launcher)
+    if version is None:
 
-        def straight(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
-            launch(
-                x,
-                y,
-                z,
-                stream,
-                function,
-                *options,
-                metadata,
-                None,
-                None,
-                None,
-                *args,
-            )
+        def through(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
+            launcher(x, y, z, stream, function, metadata, None, None, None, *args)
 
-        return straight
+        return through
 
-    def through(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
-        launcher(x, y, z, stream, function, metadata, None, None, None, *args)
+    launch = launcher.launch
+    how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    if version == "3.6":
+        before = (*how, None, None, metadata, None, None, None)
 
-    return through
+        def flat(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
+            launch(x, y, z, stream, function, *before, *args)
 
+        return flat
 
-_KNOWN: Final = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
-"""Parameters of the launcher of Triton 3.6."""
+    kinds = (launcher.arg_annotations, launcher.kernel_signature)
+    whole = (*how, metadata, None, None, None, None, None, *kinds)
+
+    def packed(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
+        launch(x, y, z, stream, function, *whole, args)
+
+    return packed
 
 
-def _is_known(launcher: Any) -> bool:
+_GIVEN: Final = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+_HOOKS: Final = (
+    "kernel_metadata",
+    "launch_metadata",
+    "launch_enter_hook",
+    "launch_exit_hook",
+)
+_LAUNCHERS: Final = {
+    (*_GIVEN, "args"): "3.6",
+    (*_GIVEN, *_HOOKS, "args"): "3.9",
+}
+"""The Triton whose launcher takes these parameters."""
+
+
+def _version_of(launcher: Any) -> str | None:
+    """Which known launcher of a kernel without scratch memory it is, None for another."""
     if type(launcher).__name__ != "CudaLauncher":
-        return False
-    parameters = tuple(inspect.signature(type(launcher).__call__).parameters)
-    scratch = launcher.global_scratch_size or launcher.profile_scratch_size
-    return parameters == _KNOWN and not scratch
+        return None
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    # It watches every launch.
+    if getattr(launcher, "gsan_enabled", False):
+        return None
+    parameters = inspect.signature(type(launcher).__call__).parameters
+    return _LAUNCHERS.get(tuple(parameters))
 
 
 def launch(
