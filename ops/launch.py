@@ -250,7 +250,8 @@ def inline_(
         program,
         bank,
         state,
-        value.stride(0),
+        # A single row may claim any stride; a launch that is kept serves more rows.
+        width if num_tokens == 1 else value.stride(0),
         program.stride(0),
         bank.stride(0),
         state.score.stride(0),

@@ -391,6 +391,18 @@ def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
             assert differing(one[1], anew[1]) <= 1
 
 
+@pytest.mark.parametrize("gap", [1, 8])
+def test_what_one_row_says_of_its_stride_is_not_kept_for_more(device, gap):
+    """A row of a wider value is contiguous by itself."""
+    layer = Layer()
+    place = launch.inline_kernel.arg_names.index("value_stride")
+    layer.inline(rows(1, gap=gap))
+    layer.inline(rows(4))
+    layer.inline(rows(4, gap=gap))
+    strides = [args[place] for _, args in device.launches[1:]]
+    assert strides == [HIDDEN, HIDDEN + gap]
+
+
 def test_tables_of_two_layers_take_turns(device):
     one, two = Layer(), Layer()
     values = [rows(4), rows(4), None]
