@@ -49,8 +49,8 @@ def start(device: int | None) -> None:
         thread = Thread(
             target=_work, args=(device,), name="eyesplice-compile", daemon=True
         )
-        _threads.append(thread)
         thread.start()
+        _threads.append(thread)
 
 
 def any_job() -> bool:
@@ -78,9 +78,8 @@ def stop() -> None:
     A thread that comes back from compiled code into an interpreter that ends would
     abort the process.
     """
-    while _waiting:
-        future, _ = _waiting.popleft()
-        future.cancel()
+    while (taken := _taken()) is not None:
+        taken[0].cancel()
     for thread in _threads:
         thread.join()
 
@@ -89,17 +88,21 @@ def _work(device: int | None) -> None:
     try:
         if device is not None:
             torch.cuda.set_device(device)
-        while _waiting:
-            _next()
+        while (taken := _taken()) is not None:
+            _do(*taken)
     except Exception:
         logger.debug("a thread that compiles ahead has ended", exc_info=True)
 
 
-def _next() -> None:
+def _taken() -> tuple[Future[None], Callable[[], object]] | None:
+    """The next job; None if there is none. Any thread may take the last one."""
     try:
-        future, job = _waiting.popleft()
+        return _waiting.popleft()
     except IndexError:
-        return
+        return None
+
+
+def _do(future: Future[None], job: Callable[[], object]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -215,6 +215,20 @@ def test_a_job_that_runs_is_waited_for_and_one_that_waits_is_taken_back():
     assert done == ["slow"]
 
 
+def test_threads_may_take_the_last_jobs_while_it_stops():
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for turn in range(150):
+            for job in range(200):
+                background.submit((turn, job), lambda: None)
+            background.start(None)
+            background.stop()
+            assert not any(thread.is_alive() for thread in background._threads)
+    finally:
+        sys.setswitchinterval(usual)
+
+
 def test_an_error_is_logged_for_those_who_look(caplog):
     def fails():
         raise RuntimeError("no such register")
