@@ -1,6 +1,7 @@
 """What a worker process holds for the engine that it serves."""
 
 import logging
+import weakref
 from dataclasses import replace
 from typing import Final, NoReturn
 
@@ -42,10 +43,11 @@ class Session:
         Args:
             deployment: configuration, sizes and vectors.
             plan: what the pass is asked for.
-            tables: of any op of the graph, None if there is none.
+            tables: of any op of the graph, None if there is none. They are not kept: a
+                session stays until the next one, an engine's memory must not.
         """
         self.deployment = deployment
-        self._tables = tables
+        self._tables = None if tables is None else weakref.ref(tables)
         self.plan = plan
         self.report: SpliceReport | None = None
         self.pass_ran = False
@@ -86,8 +88,9 @@ class Session:
         Triton's cache directory must be the one of later starts by now.
         """
         calls, self._calls = self._calls, []
-        if self._tables is not None:
-            compile_ahead(calls, self._tables)
+        tables = None if self._tables is None else self._tables()
+        if tables is not None:
+            compile_ahead(calls, tables)
 
     def adopt(self, report: SpliceReport) -> None:
         """Take the site table that the pass or the hooks made, and leave it on disk.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SiteTables:
     """What the ops at one place take besides their values and their program table.
 

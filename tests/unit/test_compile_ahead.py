@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +19,11 @@ from triton.runtime import driver  # noqa: E402
 
 from eyesplice.fx_passes.custom_ops import schema_of  # noqa: E402
 from eyesplice.fx_passes.custom_sites import CustomSite, CustomSites  # noqa: E402
+from eyesplice.fx_passes.plan import SplicePlan  # noqa: E402
 from eyesplice.fx_passes.sites import Site  # noqa: E402
 from eyesplice.fx_passes.splice_pass import SPLICED, spliced_calls  # noqa: E402
 from eyesplice.integration import compile_hook, session  # noqa: E402
+from eyesplice.integration.buffers import Buffers, BufferSizes  # noqa: E402
 from eyesplice.ops import (  # noqa: E402
     background,
     compile_ahead,
@@ -263,3 +266,22 @@ def test_a_kernel_goes_to_the_cache_directory_of_later_starts(monkeypatch):
     monkeypatch.setattr(session, "_current", open_one)
     compile_hook._initialize_cache(lambda manager: order.append("directory"), None)
     assert order == ["directory", "compiled"]
+
+
+def test_a_session_does_not_keep_the_memory_of_an_engine_that_went(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(session, "compile_ahead", lambda *given: compiled.append(given))
+    plan = SplicePlan("layers", 1, frozenset({Site(0, "residual.pre")}))
+    sizes = BufferSizes(tokens=8, requests=2, entries=1, bank_rows=2, width=4)
+    buffers = Buffers.allocate(
+        plan, sizes, dtype=torch.float32, device=torch.device("cpu")
+    )
+    tables = tables_of(buffers.program[0])
+    opened = session.Session(None, plan, tables)
+    opened.compile_ahead()
+    assert compiled.pop() == ([], tables)
+    bank = weakref.ref(buffers.bank)
+    del buffers, tables
+    assert bank() is None
+    opened.compile_ahead()
+    assert not compiled
