@@ -42,8 +42,12 @@ def with_arrays(plain: dict[str, Any], parts: Sequence[Any]) -> None:
 
 
 def array_of(sent: Any) -> NDArray[Any]:
-    """An array that was sent, over its buffer; in one process it is itself."""
+    """An array that was sent, over its buffer; in one process it is itself.
+
+    A small one is a copy: it came inside the message, which it would keep whole.
+    """
     if isinstance(sent, np.ndarray):
         return sent
     dtype, shape, data = sent
-    return np.frombuffer(data, dtype).reshape(shape)
+    found = np.frombuffer(data, dtype).reshape(shape)
+    return found.copy() if isinstance(data, memoryview) else found

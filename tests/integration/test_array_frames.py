@@ -62,6 +62,27 @@ def test_rows_arrive_as_they_were(sizes):
                 np.testing.assert_array_equal(one, other)
 
 
+def test_small_rows_do_not_hold_the_message_that_they_came_in():
+    output_hook.attach()
+    sent = RawAnswer()
+    sent.add_captures([rows(2, 8, 0), rows(3, 8192, 1)])
+    outputs = [output("a", {"eyesplice": sent.to_plain()})]
+    frames = MsgpackEncoder().encode_into(
+        EngineCoreOutputs(outputs=outputs), bytearray()
+    )
+    message = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    answer = RawAnswer()
+    answer.add_plain(message.outputs[0].kv_transfer_params["eyesplice"])
+    del message
+    # A buffer that someone looks at cannot be resized.
+    frames[0].clear()
+    for ours, theirs in zip(
+        fields(answer.captures), fields(sent.captures), strict=True
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def fields(captured: list[Captured]) -> list[tuple[np.ndarray, ...]]:
     return [(each.captures, each.positions, each.data) for each in captured]
 
