@@ -6,7 +6,7 @@ erases again. The compiled code fetches the buffers from the live modules by nam
 a warm start, where nothing is traced, registering them is enough.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from eyesplice.integration.buffers import Buffers
 from eyesplice.ops import contracts
 
 _PREFIX: Final = "eyesplice_"
+
+Anchor = tuple[nn.Module, str, Tensor]
+"""A layer, and a buffer of it by name."""
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, str]:
@@ -54,7 +57,7 @@ def anchor_layers(
     plan: SplicePlan,
     buffers: Buffers,
     weights: Sequence[Tensor] = (),
-) -> None:
+) -> list[Anchor]:
     """Register the tables on the decoder layers, and the hooks that read them.
 
     Args:
@@ -62,7 +65,11 @@ def anchor_layers(
         plan: tells which tables each layer lists.
         buffers: the tables, which must live as long as the model runs.
         weights: of the users' own ops of the plan.
+
+    Returns:
+        What was registered, for `register`.
     """
+    anchors: list[Anchor] = []
     layers = root.get_submodule(plan.layers_path)
     assert isinstance(layers, nn.ModuleList)
     for number, layer in enumerate(layers):
@@ -71,11 +78,24 @@ def anchor_layers(
             continue
         own = [buffers.program[buffers.index[table]] for table in tables]
         own += [weights[custom.number] for custom in plan.custom_of_layer(number)]
-        for place, tensor in enumerate(own):
-            layer.register_buffer(f"{_PREFIX}own_{place}", tensor, persistent=False)
+        anchors += [
+            (layer, f"{_PREFIX}own_{place}", tensor) for place, tensor in enumerate(own)
+        ]
         layer.eyesplice_layer = number  # type: ignore[assignment]
         layer.eyesplice_own = len(own)  # type: ignore[assignment]
         layer.register_forward_pre_hook(_anchor)
+    register(anchors)
+    return anchors
+
+
+def register(anchors: Iterable[Anchor]) -> None:
+    """Register the tables on their layers; safe to call again.
+
+    vLLM 0.25.1 takes a layer's buffers away when it loads weights anew, and brings back
+    those that were there before the first weights were loaded.
+    """
+    for layer, name, tensor in anchors:
+        layer.register_buffer(name, tensor, persistent=False)
 
 
 def _anchor(layer: Any, args: Any) -> None:

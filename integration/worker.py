@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.integration import ledger
-from eyesplice.integration.anchors import anchor_layers, find_layers
+from eyesplice.integration.anchors import anchor_layers, find_layers, register
 from eyesplice.integration.buffers import Buffers
 from eyesplice.integration.deployment import Deployment, compiles, switched_on
 from eyesplice.integration.hidden_routers import find_hidden_routers, hook_routers
@@ -27,6 +28,7 @@ from eyesplice.ops.site_tables import tables_of
 logger = logging.getLogger("vllm.eyesplice")
 
 _PREPARED = "eyesplice_prepared"
+_RELOADING = ("reload_weights", "finish_weight_update")
 _MOE_OPS = frozenset({"vllm::moe_forward", "vllm::moe_forward_shared"})
 
 
@@ -120,7 +122,10 @@ def attach(worker: Any, vllm_config: Any) -> None:
     hooks = RunnerHooks(Router(buffers, results), results, context)
     hooks.router.warm_up()
     if compiles(vllm_config):
-        anchor_layers(root, plan, buffers, deployment.custom_weights(worker.device))
+        weights = deployment.custom_weights(worker.device)
+        anchors = anchor_layers(root, plan, buffers, weights)
+        for reloading in filter(partial(hasattr, worker), _RELOADING):
+            _after(worker, reloading, lambda: register(anchors))
         hook_routers(root, plan, buffers)
     else:
         report = arm_modules(
