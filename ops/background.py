@@ -20,13 +20,15 @@ logger = logging.getLogger("vllm.eyesplice")
 MAX_THREADS: Final = 4
 """More would take cores from the compiler's own processes."""
 
-_waiting: Final[deque[tuple[Future[None], Callable[[], object]]]] = deque()
+_Job = tuple[Hashable, Future[None], Callable[[], object]]
+
+_waiting: Final[deque[_Job]] = deque()
 _jobs: Final[dict[Hashable, Future[None]]] = {}
 _threads: Final[list[Thread]] = []
 
 
 def submit(key: Hashable, job: Callable[[], object]) -> None:
-    """Queue a job for the threads that `start` makes; nothing if the key has one.
+    """Queue a job for the threads that `start` makes; nothing if one is under its key.
 
     Args:
         key: what `settle` knows the job by.
@@ -34,7 +36,7 @@ def submit(key: Hashable, job: Callable[[], object]) -> None:
     """
     if key not in _jobs:
         future = _jobs[key] = Future()
-        _waiting.append((future, job))
+        _waiting.append((key, future, job))
 
 
 def start(device: int | None) -> None:
@@ -54,7 +56,7 @@ def start(device: int | None) -> None:
 
 
 def any_job() -> bool:
-    """Whether `settle` could find a job at all."""
+    """Whether `settle` could find a job at all: one that waits or runs."""
     return bool(_jobs)
 
 
@@ -68,8 +70,9 @@ def settle(key: Hashable) -> None:
 def finish() -> None:
     """Wait until every job is done."""
     for key in list(_jobs):
-        future = _jobs.pop(key)
-        future.result()
+        future = _jobs.pop(key, None)
+        if future is not None:
+            future.result()
 
 
 def stop() -> None:
@@ -79,7 +82,7 @@ def stop() -> None:
     abort the process.
     """
     while (taken := _taken()) is not None:
-        taken[0].cancel()
+        taken[1].cancel()
     for thread in _threads:
         thread.join()
 
@@ -94,7 +97,7 @@ def _work(device: int | None) -> None:
         logger.debug("a thread that compiles ahead has ended", exc_info=True)
 
 
-def _taken() -> tuple[Future[None], Callable[[], object]] | None:
+def _taken() -> _Job | None:
     """The next job; None if there is none. Any thread may take the last one."""
     try:
         return _waiting.popleft()
@@ -102,7 +105,7 @@ def _taken() -> tuple[Future[None], Callable[[], object]] | None:
         return None
 
 
-def _do(future: Future[None], job: Callable[[], object]) -> None:
+def _do(key: Hashable, future: Future[None], job: Callable[[], object]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -111,6 +114,9 @@ def _do(future: Future[None], job: Callable[[], object]) -> None:
         logger.debug("not compiled ahead", exc_info=True)
     finally:
         future.set_result(None)
+        # A launch looks for jobs as long as there is one: many are never asked for.
+        if _jobs.get(key) is future:
+            _jobs.pop(key, None)
 
 
 atexit.register(stop)

@@ -218,6 +218,21 @@ def test_a_job_that_runs_is_waited_for_and_one_that_waits_is_taken_back():
     assert done == ["slow"]
 
 
+def test_launches_look_for_no_job_once_all_are_done():
+    done = []
+    for job in range(20):
+        background.submit(job, lambda: done.append(1))
+    background.start(None)
+    for thread in list(background._threads):
+        thread.join()
+    assert len(done) == 20 and not background.any_job()
+    background.submit(0, lambda: done.append(2))
+    assert background.any_job()
+    background.start(None)
+    background.finish()
+    assert done[-1] == 2
+
+
 def test_threads_may_take_the_last_jobs_while_it_stops():
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
