@@ -28,7 +28,7 @@ from eyesplice.ops.site_tables import tables_of
 logger = logging.getLogger("vllm.eyesplice")
 
 _PREPARED = "eyesplice_prepared"
-_RELOADING = ("reload_weights", "finish_weight_update")
+_LOADING_ANEW = ("reload_weights", "finish_weight_update")
 _MOE_OPS = frozenset({"vllm::moe_forward", "vllm::moe_forward_shared"})
 
 
@@ -54,6 +54,10 @@ def prepare_worker(worker: Any, vllm_config: Any) -> None:
     _after(
         worker, "compile_or_warm_up_model", lambda: worker.eyesplice.require_report()
     )
+    for loading in filter(partial(hasattr, worker), _LOADING_ANEW):
+        _after(
+            worker, loading, lambda: register(getattr(worker, "eyesplice_anchors", ()))
+        )
 
 
 def _after(worker: Any, method: str, then: Callable[[], object]) -> None:
@@ -123,9 +127,7 @@ def attach(worker: Any, vllm_config: Any) -> None:
     hooks.router.warm_up()
     if compiles(vllm_config):
         weights = deployment.custom_weights(worker.device)
-        anchors = anchor_layers(root, plan, buffers, weights)
-        for reloading in filter(partial(hasattr, worker), _RELOADING):
-            _after(worker, reloading, lambda: register(anchors))
+        worker.eyesplice_anchors = anchor_layers(root, plan, buffers, weights)
         hook_routers(root, plan, buffers)
     else:
         report = arm_modules(
