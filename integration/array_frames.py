@@ -28,17 +28,26 @@ def decode(
     return message
 
 
-def with_arrays(plain: dict[str, Any], parts: Sequence[Any]) -> None:
+def with_arrays(plain: Any, parts: Sequence[Any]) -> None:
     """Put arrays back for the numbers of parts in what `RawAnswer.to_plain` gave.
+
+    Anything else is left as it is: a KV connector could send a client's words back under
+    our key.
 
     Args:
         plain: changed in place.
         parts: of the message.
     """
-    for captured in plain["captures"]:
-        for array in captured:
-            if isinstance(array[2], int):
+    captures = plain.get("captures") if isinstance(plain, dict) else None
+    for captured in captures if isinstance(captures, list) else ():
+        for array in captured if isinstance(captured, list) else ():
+            if _is_elsewhere(array) and 0 < array[2] < len(parts):
                 array[2] = parts[array[2]]
+
+
+def _is_elsewhere(array: Any) -> bool:
+    """Whether it is an array whose data is a part of its own."""
+    return isinstance(array, list) and len(array) == 3 and isinstance(array[2], int)
 
 
 def array_of(sent: Any) -> NDArray[Any]:

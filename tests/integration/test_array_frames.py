@@ -62,6 +62,26 @@ def test_rows_arrive_as_they_were(sizes):
                 np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *("text", 7, None, [], {}, {"captures": None}, {"captures": [7, "abc"]}),
+        {"captures": [["abc", [1, 2], ["<i4", [2], 99], ["<i4", [2], -1]]]},
+    ],
+)
+def test_a_clients_words_under_our_key_are_left_alone(odd):
+    output_hook.attach()
+    large = RawAnswer()
+    large.add_captures([rows(3, 8192, 1)])
+    outputs = [output("a", {"eyesplice": odd})]
+    outputs.append(output("b", {"eyesplice": large.to_plain()}))
+    frames = MsgpackEncoder().encode_into(
+        EngineCoreOutputs(outputs=outputs), bytearray()
+    )
+    message = MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in frames])
+    assert message.outputs[0].kv_transfer_params["eyesplice"] == odd
+
+
 def test_small_rows_do_not_hold_the_message_that_they_came_in():
     output_hook.attach()
     sent = RawAnswer()
