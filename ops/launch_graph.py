@@ -44,13 +44,13 @@ def boundary_(
         pointers = [stream.data_ptr(), 0, 0, weight.data_ptr()]
         values: list[int | None] = [pointers[0], None, None, pointers[3], None]
         dtypes = [stream.dtype, None, None, weight.dtype]
-        plain = True
+        plain, size = True, stream.numel()
         if branch is not None:
-            plain = branch.is_contiguous()
+            plain = branch.is_contiguous() and branch.numel() == size
             values[1] = pointers[1] = branch.data_ptr()
             dtypes[1] = branch.dtype
         if pending is not None:
-            plain = plain and pending.is_contiguous()
+            plain = plain and pending.is_contiguous() and pending.numel() == size
             values[2] = pointers[2] = pending.data_ptr()
             dtypes[2] = pending.dtype
         a, b, c, d = pointers
@@ -66,7 +66,7 @@ def boundary_(
             )
             kept = tables.launches.get(key)
             if kept is not None:
-                normed = torch.empty_like(stream)
+                normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
                 values[4] = normed.data_ptr()
                 kept(num_tokens, values)
                 return normed
@@ -76,11 +76,7 @@ def boundary_(
         weight,
         weight_offset,
         eps,
-        tables.token_map,
-        tables.select,
-        program,
-        tables.bank,
-        tables.work,
+        *tables.around(program),
         families,
         pending,
         defer,
@@ -108,11 +104,7 @@ def inline_(value: Tensor, stage: int, program: Tensor, families: int) -> None:
     launch.inline_(
         value,
         stage,
-        tables.token_map,
-        tables.select,
-        program,
-        tables.bank,
-        tables.work,
+        *tables.around(program),
         families,
         keeps=_keeps(tables, key),
     )
@@ -132,13 +124,9 @@ def custom_gain(value: Tensor, program: Tensor) -> Tensor:
         gain = torch.empty(num_tokens, dtype=torch.float32, device=value.device)
         kept(launch_custom.instances(num_tokens), (gain.data_ptr(), num_tokens))
         return gain
+    token_map, select, program, _, work = tables.around(program)
     return launch_custom.custom_gain(
-        value,
-        tables.token_map,
-        tables.select,
-        program,
-        tables.work,
-        keeps=_keeps(tables, key),
+        value, token_map, select, program, work, keeps=_keeps(tables, key)
     )
 
 

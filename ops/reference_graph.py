@@ -22,18 +22,13 @@ def boundary_(
     Raises:
         ValueError: a program of no engine.
     """
-    found = tables_of(program)
     return reference.boundary_(
         stream,
         branch,
         weight,
         weight_offset,
         eps,
-        found.token_map,
-        found.select,
-        program,
-        found.bank,
-        found.work,
+        *tables_of(program).around(program),
         families,
         pending,
         defer,
@@ -46,17 +41,7 @@ def inline_(value: Tensor, stage: int, program: Tensor, families: int) -> None:
     Raises:
         ValueError: a program of no engine.
     """
-    found = tables_of(program)
-    reference.inline_(
-        value,
-        stage,
-        found.token_map,
-        found.select,
-        program,
-        found.bank,
-        found.work,
-        families,
-    )
+    reference.inline_(value, stage, *tables_of(program).around(program), families)
 
 
 def custom_gain(value: Tensor, program: Tensor) -> Tensor:
@@ -65,7 +50,5 @@ def custom_gain(value: Tensor, program: Tensor) -> Tensor:
     Raises:
         ValueError: a program of no engine.
     """
-    found = tables_of(program)
-    return reference.custom_gain(
-        value, found.token_map, found.select, program, found.work
-    )
+    token_map, select, program, _, work = tables_of(program).around(program)
+    return reference.custom_gain(value, token_map, select, program, work)

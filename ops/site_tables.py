@@ -37,6 +37,12 @@ class SiteTables:
         """Count the room once."""
         self.room = min(self.token_map.numel(), self.select.numel())
 
+    def around(
+        self, program: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """(token_map, select, program, bank, work), as `reference.boundary_` takes them."""
+        return self.token_map, self.select, program, self.bank, self.work
+
 
 _FOUND: dict[int, SiteTables] = {}
 

@@ -542,3 +542,18 @@ def test_a_profiler_sees_every_launch(device, monkeypatch):
 
     KeptLaunch(compiled, [1, None], [1])(3, (2,))
     assert told == [((3, 1, 1), (1, 2))]
+
+
+def test_a_branch_of_another_width_is_not_taken_for_a_dense_one(device):
+    layer = Layer()
+    layer.boundary([rows(4), rows(4), None])
+    place = launch.boundary_kernel.arg_names.index("branch_stride")
+    device.launches.clear()
+    layer.boundary([rows(4), torch.zeros(4, 2 * HIDDEN), None])
+    assert device.launches[0][1][place] == 2 * HIDDEN
+
+
+def test_a_single_row_with_an_odd_stride_gives_a_plain_one(device):
+    layer = Layer()
+    for stream in (rows(1), rows(1, gap=8)):
+        assert layer.boundary([stream, rows(1), None]).stride() == (HIDDEN, 1)
