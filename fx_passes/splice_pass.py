@@ -116,11 +116,6 @@ class SplicePass:
         return tuple(rows)
 
 
-def is_spliced(graph: fx.Graph) -> bool:
-    """Whether the graph already holds one of the ops."""
-    return any(node.target in SPLICED for node in graph.nodes)
-
-
 def spliced_calls(graph: fx.Graph) -> list[tuple[str, tuple[Any, ...]]]:
     """The name of each op in the graph and its arguments, with the fake tensors."""
     return [
@@ -137,4 +132,4 @@ def _shape(value: object) -> str:
     return str(list(getattr(value, "shape", ()))).replace("'", "")
 
 
-__all__ = ["SPLICED", "SplicePass", "is_spliced", "spliced_calls"]
+__all__ = ["SPLICED", "SplicePass", "spliced_calls"]

@@ -217,29 +217,20 @@ def process_inputs(
             admission = front.admit(params.extra_args or {})
         except SpecError as error:
             raise served(error) from None
+        # The processor copies deeply what it gets: our text is much faster to copy than
+        # what the client wrote, whose own parameters stay as they are.
+        params = copy(params)
+        params.extra_args = admission.extra_args or None
+        if "params" in kwargs:
+            kwargs["params"] = params
         else:
-            args, kwargs = _with_extra_args(admission.extra_args, args, kwargs)
+            args = (*args[:2], params, *args[3:])
     result = original(processor, *args, **kwargs)
     if front.switched_on:
         _refuse_forged_salt(result)
     if admission is not None:
         _mark(result, admission)
     return result
-
-
-def _with_extra_args(
-    extra_args: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with other `extra_args`: the processor copies what it gets deeply.
-
-    Our text is much faster to copy than what the client wrote. Its own parameters stay
-    as they are.
-    """
-    params = copy(kwargs["params"] if "params" in kwargs else args[2])
-    params.extra_args = extra_args or None
-    if "params" in kwargs:
-        return args, {**kwargs, "params": params}
-    return (*args[:2], params, *args[3:]), kwargs
 
 
 def _refuse_forged_salt(result: Any) -> None:
@@ -253,9 +244,6 @@ def _refuse_forged_salt(result: Any) -> None:
 
 def _mark(result: Any, admission: Admission) -> None:
     """Give an engine core request what was admitted."""
-    # The processor has cloned the caller's parameters: these are the request's own.
-    params = result.sampling_params
-    params.extra_args = admission.extra_args or None
     lowered = admission.lowered
     if lowered is None:
         if admission.error is not None:
@@ -266,7 +254,7 @@ def _mark(result: Any, admission: Admission) -> None:
         salt = cache_salt(program, prompt_length(result))
         result.cache_salt = f"{result.cache_salt or ''}{salt}"
     if program.needs_every_token:
-        params.skip_reading_prefix_cache = True
+        result.sampling_params.skip_reading_prefix_cache = True
     answers.remember(
         result.request_id,
         program,

@@ -10,7 +10,7 @@ from torch import fx
 from eyesplice._errors import SpecError
 from eyesplice.fx_passes.plan import SplicePlan
 from eyesplice.fx_passes.report import SiteRow, SpliceReport
-from eyesplice.fx_passes.splice_pass import SplicePass, is_spliced, spliced_calls
+from eyesplice.fx_passes.splice_pass import SplicePass, spliced_calls
 from eyesplice.integration.deployment import Deployment
 from eyesplice.ops.compile_ahead import Call, compile_ahead
 from eyesplice.ops.site_tables import SiteTables
@@ -67,10 +67,10 @@ class Session:
         if self.keep_graphs:
             before = module.print_readable(print_output=False)
         report = self._pass(module.graph)
+        self._calls = spliced_calls(module.graph)
         if report is None:
-            if is_spliced(module.graph):
+            if self._calls:
                 self.report = self.report or self.deployment.read_report()
-                self._calls = spliced_calls(module.graph)
             else:
                 self._unspliced = True
             return
@@ -80,7 +80,6 @@ class Session:
             self.before = before
             self.after = module.print_readable(print_output=False)
         self.adopt(report)
-        self._calls = spliced_calls(module.graph)
 
     def compile_ahead(self) -> None:
         """Begin to compile the kernels of the spliced graph, in the background.

@@ -67,14 +67,6 @@ def settle(key: Hashable) -> None:
         future.result()
 
 
-def finish() -> None:
-    """Wait until every job is done."""
-    for key in list(_jobs):
-        future = _jobs.pop(key, None)
-        if future is not None:
-            future.result()
-
-
 def stop() -> None:
     """Begin no further job, and wait for those that run.
 

@@ -60,17 +60,7 @@ SCHEMAS: Final = {
 }
 
 
-def _boundary_fake(
-    stream: Tensor,
-    branch: Tensor | None,
-    weight: Tensor,
-    weight_offset: float,
-    eps: float,
-    program: Tensor,
-    families: int,
-    pending: Tensor | None = None,
-    defer: bool = False,
-) -> Tensor:
+def _boundary_fake(stream: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(stream, memory_format=torch.contiguous_format)
 
 
@@ -102,8 +92,8 @@ def _launcher(name: str) -> Callable[..., Any]:
 def _cuda(name: str) -> Callable[..., Tensor | None]:
     """An implementation that imports the Triton kernel at its first call."""
 
-    def run(*args: object, **kwargs: object) -> Tensor | None:
-        result: Tensor | None = _launcher(name)(*args, **kwargs)
+    def run(*args: object) -> Tensor | None:
+        result: Tensor | None = _launcher(name)(*args)
         return result
 
     run.__name__ = f"{name}cuda"

@@ -5,6 +5,7 @@ here, at each call, is what a kept launch depends on and nothing else.
 """
 
 from collections.abc import Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,41 +36,35 @@ def boundary_(
     """
     tables = tables_of(program)
     num_tokens, hidden_size = stream.shape
-    key = None
-    if (
-        0 < num_tokens <= tables.room
-        and stream.is_contiguous()
-        and weight.is_contiguous()
-    ):
-        pointers = [stream.data_ptr(), 0, 0, weight.data_ptr()]
-        values: list[int | None] = [pointers[0], None, None, pointers[3], None]
-        dtypes = [stream.dtype, None, None, weight.dtype]
-        plain, size = True, stream.numel()
-        if branch is not None:
-            plain = branch.is_contiguous() and branch.numel() == size
-            values[1] = pointers[1] = branch.data_ptr()
-            dtypes[1] = branch.dtype
-        if pending is not None:
-            plain = plain and pending.is_contiguous() and pending.numel() == size
-            values[2] = pointers[2] = pending.data_ptr()
-            dtypes[2] = pending.dtype
-        a, b, c, d = pointers
-        if plain and not (a | b | c | d) & _REST:
-            key = (
-                choose_launch(hidden_size, num_tokens, tables.token_map.numel()),
-                hidden_size,
-                *dtypes,
-                weight_offset,
-                eps,
-                families,
-                defer,
-            )
-            kept = tables.launches.get(key)
-            if kept is not None:
-                normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
-                values[4] = normed.data_ptr()
-                kept(num_tokens, values)
-                return normed
+    key, size = None, stream.numel()
+    values: list[int | None] = []
+    dtypes: list[torch.dtype | None] = []
+    joined = weight.data_ptr()
+    plain = 0 < num_tokens <= tables.room and weight.is_contiguous()
+    for rows in (stream, branch, pending):
+        address = dtype = None
+        if rows is not None:
+            address, dtype = rows.data_ptr(), rows.dtype
+            joined |= address
+            plain = plain and rows.is_contiguous() and rows.numel() == size
+        values.append(address)
+        dtypes.append(dtype)
+    if plain and not joined & _REST:
+        key = (
+            choose_launch(hidden_size, num_tokens, tables.token_map.numel()),
+            hidden_size,
+            *dtypes,
+            weight.dtype,
+            weight_offset,
+            eps,
+            families,
+            defer,
+        )
+        kept = tables.launches.get(key)
+        if kept is not None:
+            normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
+            kept(num_tokens, (*values, weight.data_ptr(), normed.data_ptr()))
+            return normed
     return launch.boundary_(
         stream,
         branch,
@@ -119,7 +114,7 @@ def custom_gain(value: Tensor, program: Tensor) -> Tensor:
     tables = tables_of(program)
     num_tokens = value.shape[0]
     key = ("gain",) if 0 < num_tokens <= tables.room else None
-    kept = tables.launches.get(key) if key is not None else None
+    kept = tables.launches.get(key)
     if kept is not None:
         gain = torch.empty(num_tokens, dtype=torch.float32, device=value.device)
         kept(launch_custom.instances(num_tokens), (gain.data_ptr(), num_tokens))
@@ -132,11 +127,4 @@ def custom_gain(value: Tensor, program: Tensor) -> Tensor:
 
 def _keeps(tables: SiteTables, key: Hashable | None) -> Keeps | None:
     """Keeps a launch under a key; None for a launch that is not kept."""
-    if key is None:
-        return None
-
-    def keeps(launched: object) -> None:
-        if launched is not None:
-            tables.launches[key] = launched
-
-    return keeps
+    return None if key is None else partial(tables.launches.__setitem__, key)

@@ -74,15 +74,15 @@ class KeptLaunch:
             self._compiled[grid, 1, 1](*args)
             return
         stream = self._driver.active.get_current_stream(self._device)
-        self._direct(grid, 1, 1, stream, args)
+        self._direct(grid, stream, args)
 
 
-Keeps = Callable[[KeptLaunch | None], None]
-"""Takes a launch that was made, to be made again; None where none can."""
+Keeps = Callable[[KeptLaunch], None]
+"""Takes a launch that was made, to be made again."""
 
 
-def _direct(compiled: Any) -> Callable[[int, int, int, int, list[Any]], None]:
-    """`compiled[grid](*args)` on a stream, past what does nothing without hooks.
+def _direct(compiled: Any) -> Callable[[int, int, list[Any]], None]:
+    """`compiled[grid, 1, 1](*args)` on a stream, past what does nothing without hooks.
 
     A launcher of Triton's is a Python function around one of C; a kernel that needs no
     scratch memory can call that one itself. Launchers of other versions and devices are
@@ -93,8 +93,8 @@ def _direct(compiled: Any) -> Callable[[int, int, int, int, list[Any]], None]:
     version = _version_of(launcher)
     if version is None:
 
-        def through(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
-            launcher(x, y, z, stream, function, metadata, None, None, None, *args)
+        def through(grid: int, stream: int, args: list[Any]) -> None:
+            launcher(grid, 1, 1, stream, function, metadata, None, None, None, *args)
 
         return through
 
@@ -103,16 +103,16 @@ def _direct(compiled: Any) -> Callable[[int, int, int, int, list[Any]], None]:
     if version == "3.6":
         before = (*how, None, None, metadata, None, None, None)
 
-        def flat(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
-            launch(x, y, z, stream, function, *before, *args)
+        def flat(grid: int, stream: int, args: list[Any]) -> None:
+            launch(grid, 1, 1, stream, function, *before, *args)
 
         return flat
 
     kinds = (launcher.arg_annotations, launcher.kernel_signature)
     whole = (*how, metadata, None, None, None, None, None, *kinds)
 
-    def packed(x: int, y: int, z: int, stream: int, args: list[Any]) -> None:
-        launch(x, y, z, stream, function, *whole, args)
+    def packed(grid: int, stream: int, args: list[Any]) -> None:
+        launch(grid, 1, 1, stream, function, *whole, args)
 
     return packed
 
@@ -162,7 +162,8 @@ def launch(
         args, options: all its arguments, constants by name, and Triton's options.
         varying: parameters that another launch may change: tensors, and integers that
             Triton does not specialize.
-        keeps: gets the launch.
+        keeps: gets the launch. The interpreter compiles nothing to keep, and ROCm
+            specializes pointers by more than their alignment.
         ahead: have it compiled in the background instead.
     """
     if ahead:
@@ -172,8 +173,15 @@ def launch(
     if background.any_job():
         background.settle(_form_of(kernel, args, options, varying))
     compiled = kernel[(grid,)](*args, **options)
-    if keeps is not None:
-        keeps(keep(kernel, compiled, args, options, varying))
+    if keeps is None or compiled is None or torch.version.hip:
+        return
+    names = kernel.arg_names
+    whole = [_address(value) for value in args]
+    whole += [options[name] for name in names[len(args) :]]
+    places = [names.index(name) for name in varying]
+    for place in places:
+        whole[place] = None
+    keeps(KeptLaunch(compiled, whole, places))
 
 
 def _compile(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
@@ -199,36 +207,6 @@ def _form(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % ALIGNED == 0
     return tuple(map(_form, value)) if isinstance(value, tuple) else value
-
-
-def keep(
-    kernel: Any,
-    compiled: Any,
-    args: Sequence[Any],
-    options: dict[str, Any],
-    varying: Sequence[str],
-) -> KeptLaunch | None:
-    """A launch that was made, to be made again.
-
-    Args:
-        kernel: the jit function.
-        compiled: what its launch gave.
-        args, options: of that launch: arguments, constants by name, Triton's options.
-        varying: parameters that another launch may change.
-
-    Returns:
-        None where there is nothing to keep: the interpreter compiles nothing, and ROCm
-        specializes pointers by more than their alignment.
-    """
-    if compiled is None or torch.version.hip:
-        return None
-    names = kernel.arg_names
-    whole = [_address(value) for value in args]
-    whole += [options[name] for name in names[len(args) :]]
-    places = [names.index(name) for name in varying]
-    for place in places:
-        whole[place] = None
-    return KeptLaunch(compiled, whole, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +284,12 @@ class Relaunch:
             args, options: all arguments of the kernel, constants by name, and Triton's
                 options.
         """
-        compiled = self._kernel[(grid,)](*args, **options)
-        if not _plain(varying):
-            return
-        kept = keep(self._kernel, compiled, args, options, self._varying)
-        if kept is None:
-            return
+        keeps = partial(self._keep, fixed, varying) if _plain(varying) else None
+        launch(self._kernel, grid, args, options, varying=self._varying, keeps=keeps)
+
+    def _keep(
+        self, fixed: tuple[Tensor, ...], varying: Varying, kept: KeptLaunch
+    ) -> None:
         site = self._site(fixed)
         if len(site.launches) >= _MOST:
             site.launches.clear()

@@ -101,7 +101,9 @@ def test_the_processor_copies_our_text_and_the_caller_keeps_what_it_gave(
 
     def original(_processor, _id, _prompt, params):
         copied.append(params.extra_args)
-        return core_request()
+        request = core_request()
+        request.sampling_params.extra_args = copy.deepcopy(params.extra_args)
+        return request
 
     processor = SimpleNamespace(_eyesplice_front=opened())
     args, kwargs = (

@@ -450,7 +450,6 @@ def test_a_table_at_the_address_of_one_that_went_is_another(device):
     two = Layer()
     place = one.program.data_ptr()
     two.program = one.program
-    open_tables(two, [(one.program, tables_of(two.program))])
     site = SiteTables(
         *(torch.zeros(8, dtype=torch.int32) for _ in range(2)), two.bank, []
     )

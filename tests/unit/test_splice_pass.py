@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from eyesplice.fx_passes.sites import Site
-from eyesplice.fx_passes.splice_pass import is_spliced
+from eyesplice.fx_passes.splice_pass import spliced_calls
 from eyesplice.ops import contracts
 from eyesplice.ops.layout import Stage
 from tests.toy_graph import (
@@ -39,7 +39,7 @@ def test_an_idle_splice_changes_no_value(layer):
     spliced = Spliced(model)
     torch.testing.assert_close(spliced(IDS), expected, rtol=0, atol=1e-6)
     assert not spliced.calls(contracts.anchor)
-    assert is_spliced(spliced.graph)
+    assert spliced_calls(spliced.graph)
 
 
 def test_every_fused_boundary_is_one_op_and_mid_leaves_its_add_to_the_next():
@@ -99,7 +99,7 @@ def test_a_spliced_graph_and_a_foreign_one_are_left_alone():
     assert str(spliced.graph) == before
     foreign = torch.fx.symbolic_trace(nn.Linear(2, 2)).graph
     assert spliced.splice(foreign) is None
-    assert not is_spliced(foreign)
+    assert not spliced_calls(foreign)
 
 
 def test_rows_that_are_not_the_batchs_tokens_are_refused():
