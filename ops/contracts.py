@@ -100,6 +100,37 @@ def _cuda(name: str) -> Callable[..., Tensor | None]:
     return run
 
 
+def _short_cut(name: str) -> Any:
+    """The op, which a graph's own calls on a GPU reach without torch's dispatcher.
+
+    A compiled graph looks the op up by its name and calls it at every step that no CUDA
+    graph holds. The dispatcher turns each argument into a value of its own and back, and
+    lets go of the interpreter twice; for plain tensors on a GPU it then does nothing but
+    call the implementation. Under a mode (fake tensors, tracing) or a profiler, which
+    wants to see the op, calls are dispatched as ever.
+    """
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    overload: Any = type(op)
+    modes = torch._C._len_torch_dispatch_stack
+    profiled = torch.autograd._profiler_enabled
+    dispatched = overload.__call__
+    launched: Callable[..., Any] | None = None
+
+    class ShortCut(overload):  # type: ignore[misc]
+        def __call__(self, value: Any, *args: Any, **named: Any) -> Any:
+            nonlocal launched
+            plain = type(value) is Tensor and value.is_cuda and not named
+            if not plain or modes() or profiled():
+                return dispatched(self, value, *args, **named)
+            if launched is None:
+                launched = _launcher(name)
+            return launched(value, *args)
+
+    # The op that graphs hold, pickle and look up stays the one object that it is.
+    op.__class__ = ShortCut
+    return op
+
+
 def _past_dispatch(name: str) -> Callable[..., None]:
     """The op for the host, which calls it at each step: on a GPU without dispatch.
 
@@ -131,9 +162,9 @@ def _register() -> None:
 
 _register()
 
-boundary_: Final = torch.ops.eyesplice.boundary_.default
-inline_: Final = torch.ops.eyesplice.inline_.default
-custom_gain: Final = torch.ops.eyesplice.custom_gain.default
+boundary_: Final = _short_cut("boundary_")
+inline_: Final = _short_cut("inline_")
+custom_gain: Final = _short_cut("custom_gain")
 anchor: Final = torch.ops.eyesplice.anchor.default
 route_: Final = _past_dispatch("route_")
 collect_: Final = _past_dispatch("collect_")
