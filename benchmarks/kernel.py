@@ -105,14 +105,14 @@ def make_inputs(num_tokens: int, hidden_size: int, gemms: Tensor) -> Inputs:
         ).cuda()
         for n in VECTORS
     }
-    rows = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
+    rows = select = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
     return Inputs(
         stream=normal(num_tokens, hidden_size),
         branch=normal(num_tokens, hidden_size),
         weight=1 + 0.1 * normal(hidden_size),
         gemms=gemms,
-        maps={n: words_of(program[None], rows)[0] for n, program in programs.items()},
-        select=torch.ones(num_tokens, dtype=torch.int32, device="cuda"),
+        maps={n: words_of(p[None], rows, select)[0] for n, p in programs.items()},
+        select=select,
         programs=programs,
         bank=normal(64, hidden_size),
         work=list(empty_work(num_tokens, 2, 32, 2, hidden_size, DTYPE, "cuda")),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eyesplice.fx_passes.sites import Site, Submodule, Table
+from eyesplice.ops.acting import acting_clauses
 from eyesplice.ops.families import FAMILY_OF
 from eyesplice.ops.layout import (
     CLAUSE_WORDS,
@@ -205,7 +206,7 @@ class Program:
 
 
 def pack(entries: Sequence[Entry], max_entries: int) -> Tensor:
-    """One row of a program table: its header, then the entries sorted by stage.
+    """The row of a program of one table: its header, then the entries sorted by stage.
 
     Returns:
         int32 `[1 + max_entries, WORDS]`, on the CPU; unused slots are zero.
@@ -214,13 +215,24 @@ def pack(entries: Sequence[Entry], max_entries: int) -> Tensor:
 
 
 def pack_tables(tables: Iterable[Sequence[Entry]], max_entries: int) -> Tensor:
-    """`pack` of several tables: int32 `[tables, 1 + max_entries, WORDS]`, on the CPU."""
+    """The rows of a program in all its tables, as `pack` makes them.
+
+    Args:
+        tables: entries of every table that is not empty: gates in one decide where
+            others act. Empty ones may be among them.
+        max_entries: a table's.
+
+    Returns:
+        int32 `[tables, 1 + max_entries, WORDS]`, on the CPU.
+    """
+    tables = list(tables)
     row_bytes = (1 + max_entries) * _ENTRY.size
     packed = bytearray()
-    for number, entries in enumerate(tables, start=1):
+    rows = zip(tables, acting_clauses(tables), strict=True)
+    for number, (entries, clauses) in enumerate(rows, start=1):
         assert len(entries) <= max_entries, (len(entries), max_entries)
         if entries:
-            packed += _header(entries)
+            packed += _header(entries, clauses)
         for entry in sorted(entries, key=attrgetter("stage")):
             packed += _ENTRY.pack(*_FIELDS(entry))
         packed += bytes(number * row_bytes - len(packed))
@@ -235,13 +247,13 @@ _HEADER: Final = struct.Struct(f"={WORDS}i")
 _WRITES: Final = frozenset(WRITE_OPCODES)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[Entry], clauses: int) -> bytes:
     counts, writes = [0] * len(Stage), [0] * len(Stage)
     for entry in entries:
         counts[entry.stage] += 1
         writes[entry.stage] |= entry.opcode in _WRITES
     unused = [0] * (WORDS - len(Header))
-    kinds = simple(entries), adds(entries)
+    kinds = simple(entries), adds(entries), _int32(clauses)
     return _HEADER.pack(*accumulate(counts), *writes, *kinds, *unused)
 
 

@@ -137,7 +137,8 @@ def pack_programs(
 ) -> Tensor:
     """`[1 + programs, 1 + max_entries, WORDS]` int32 on the CPU; row 0 is empty.
 
-    Slots that hold no entry would add NaN times bank row `poison_row` if they ran.
+    Slots that hold no entry would add NaN times bank row `poison_row` if they ran. Every
+    token of a program is to be looked at, whatever its clauses are.
     """
     trap = pack(Entry(Opcode.ADD, Stage.BRANCH, poison_row, gain=float("nan")))
     rows = []
@@ -150,6 +151,7 @@ def pack_programs(
             header[Header.WRITES_BRANCH + stage] = int(writes)
         header[Header.SIMPLE] = simple(entries)
         header[Header.ADDS] = adds(entries)
+        header[Header.CLAUSES] = 0
         slots = [header, *map(pack, entries)]
         rows.append(slots + [trap] * (1 + max_entries - len(slots)))
     return torch.tensor(rows, dtype=torch.int32)

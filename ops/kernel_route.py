@@ -1,6 +1,6 @@
 # Parameters of a jit function have types only when it is compiled.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The per-token maps of one step: work at each boundary and true clauses of a token."""
+"""The per-token maps of one step: true clauses of a token and its work at each boundary."""
 
 import triton
 import triton.language as tl
@@ -52,6 +52,7 @@ _SLOT_SEEN = tl.constexpr(int(Slot.SEEN))
 
 _END = tl.constexpr(int(Header.END_NORMED))
 _ADDS = tl.constexpr(int(Header.ADDS))
+_CLAUSES = tl.constexpr(int(Header.CLAUSES))
 _FIRST_U = tl.constexpr(WORDS + int(Word.U))
 _ROW_BITS = tl.constexpr(ROW_BITS)
 _VECTOR_MASK = tl.constexpr(VECTOR_MASK)
@@ -156,9 +157,28 @@ def _begin_log(p_log, start, limit):
 
 
 @triton.jit
+def _row_words(row, o_k, m_k, p_program, table_stride, row_stride):
+    """Of a row in tables k: its words, `Header.CLAUSES`, and its words under no clause."""
+    b_row = tl.zeros_like(o_k) + row
+    m_row = m_k & (b_row != 0)
+    p_row = p_program + o_k.to(tl.int64) * table_stride
+    p_row += b_row.to(tl.int64) * row_stride
+    b_end = tl.load(p_row + _END, mask=m_row, other=0)
+    b_adds = tl.load(p_row + _ADDS, mask=m_row, other=0)
+    b_u = tl.load(p_row + _FIRST_U, mask=m_row, other=0)
+    b_clauses = tl.load(p_row + _CLAUSES, mask=m_row, other=0)
+    b_adds = tl.where((b_u > 0) & (b_u <= _VECTOR_MASK), b_adds, 0)
+    b_u = tl.where(b_adds > 0, b_u, 0)
+    b_word = (b_u << _ROW_BITS) | (b_adds << _ADDS_SHIFT) | b_row
+    b_word = tl.where(b_end > 0, b_word, 0)
+    return b_word, b_clauses, tl.where(b_clauses == 0, b_word, 0)
+
+
+@triton.jit
 def _map_tokens(
     p_map,
     map_stride,
+    p_select,
     first,
     last,
     row,
@@ -169,27 +189,25 @@ def _map_tokens(
     TABLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """map[k, t] = the word of a row in table k, for tokens t from first to last."""
-    o_k = tl.arange(0, TABLES)
-    m_k = o_k < num_tables
-    b_row = tl.zeros([TABLES], dtype=tl.int64) + row
-    m_row = m_k & (b_row != 0)
-    p_row = p_program + o_k.to(tl.int64) * table_stride + b_row * row_stride
-    b_end = tl.load(p_row + _END, mask=m_row, other=0)
-    b_adds = tl.load(p_row + _ADDS, mask=m_row, other=0)
-    b_u = tl.load(p_row + _FIRST_U, mask=m_row, other=0)
-    b_adds = tl.where((b_u > 0) & (b_u <= _VECTOR_MASK), b_adds, 0)
-    b_u = tl.where(b_adds > 0, b_u, 0)
-    b_word = (b_u << _ROW_BITS) | (b_adds << _ADDS_SHIFT) | b_row.to(tl.int32)
-    b_word = tl.where(b_end > 0, b_word, 0)
-    p_k = p_map + o_k.to(tl.int64) * map_stride
-    if last - first == 1:
-        tl.store(p_k + first, b_word, mask=m_k)
-    else:
+    """map[k, t] = the word of a row in table k, for tokens t from first to last.
+
+    A few tables at a time: their words stay in registers while the tokens go by.
+    """
+    o_t = tl.arange(0, BLOCK)
+    for start_k in range(0, num_tables, TABLES):
+        o_k = start_k + tl.arange(0, TABLES)
+        m_k = o_k < num_tables
+        b_word, b_clauses, b_else = _row_words(
+            row, o_k, m_k, p_program, table_stride, row_stride
+        )
+        p_k = p_map + o_k.to(tl.int64)[:, None] * map_stride
         for start in range(first, last, BLOCK):
-            b_t = (start + tl.arange(0, BLOCK))[None, :]
-            b_words = tl.zeros([TABLES, BLOCK], dtype=tl.int32) + b_word[:, None]
-            tl.store(p_k[:, None] + b_t, b_words, mask=m_k[:, None] & (b_t < last))
+            b_t = start + o_t
+            m_t = b_t < last
+            b_bits = tl.load(p_select + b_t, mask=m_t, other=0)
+            b_acts = (b_bits[None, :] & b_clauses[:, None]) != 0
+            b_words = tl.where(b_acts, b_word[:, None], b_else[:, None])
+            tl.store(p_k + b_t[None, :], b_words, mask=m_k[:, None] & m_t[None, :])
 
 
 @triton.jit(
@@ -222,10 +240,11 @@ def route_kernel(
     row_stride,
     num_tables,
     TABLES: tl.constexpr,
+    MAP_TABLES: tl.constexpr,
     MAP_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """token_map[:, t] = words of request i, select[t] = its clauses, for tokens t of i.
+    """select[t] = clauses of request i, token_map[:, t] = its words, for tokens t of i.
 
     Instance i < num_requests does request i; the last one makes tokens idle from the
     last request's end up to `extent`, and begins the captures.
@@ -251,18 +270,11 @@ def route_kernel(
         _begin_log(work.capture_log, capture_start, capture_limit)
         if num_requests > 0:
             first = tl.load(p_query_start_loc + num_requests)
-    _map_tokens(
-        p_token_map,
-        map_stride,
-        first,
-        last,
-        row,
-        p_program,
-        table_stride,
-        row_stride,
-        num_tables,
-        TABLES,
-        MAP_BLOCK,
+    # For several tokens this only brings near what `_map_tokens` loads.
+    o_k = tl.arange(0, TABLES)
+    m_k = o_k < num_tables
+    b_word, b_clauses, b_else = _row_words(
+        row, o_k, m_k, p_program, table_stride, row_stride
     )
     begins = (slot != 0) & (first < last)
     if begins:
@@ -298,6 +310,27 @@ def route_kernel(
         for k in range(num_scores):
             b_none = tl.full([BLOCK], float("nan"), dtype=tl.float32)
             tl.store(p_score + k, b_none, mask=m_t)
+    # The clauses that other threads have stored.
+    tl.debug_barrier()
+    if last - first == 1:
+        b_acts = (tl.load(p_select + first) & b_clauses) != 0
+        p_word = p_token_map + o_k.to(tl.int64) * map_stride + first
+        tl.store(p_word, tl.where(b_acts, b_word, b_else), mask=m_k)
+    else:
+        _map_tokens(
+            p_token_map,
+            map_stride,
+            p_select,
+            first,
+            last,
+            row,
+            p_program,
+            table_stride,
+            row_stride,
+            num_tables,
+            MAP_TABLES,
+            MAP_BLOCK,
+        )
     if begins & (row != 0):
         seen = tl.reduce(b_seen, 0, bits_or)
         tl.store(work.slots + slot * _SLOT_WORDS + _SLOT_SEEN, seen)

@@ -15,8 +15,9 @@ from eyesplice.ops.relaunch import Relaunch
 ROUTE_BLOCK: Final = 1024
 """Tokens that an instance of the route kernel fills at once."""
 
-MAP_WORDS: Final = 4096
-"""Words of the maps that an instance of the route kernel fills at once."""
+MAP_TABLES: Final = 16
+MAP_TOKENS: Final = 128
+"""How much of the maps an instance of the route kernel fills at once."""
 
 COLLECT_BLOCK: Final = 256
 """Tokens that an instance of the collect kernel reduces at once."""
@@ -71,7 +72,6 @@ def route_(
     state = work_of(0, work)
     if extent > room:
         raise ValueError(f"extent {extent} is more than the {room} maps")
-    tables = block_of(num_tables)
     _ROUTE.launch(
         *call,
         token_map,
@@ -98,8 +98,9 @@ def route_(
         token_map.stride(0),
         *program.stride()[:2],
         num_tables,
-        TABLES=tables,
-        MAP_BLOCK=max(1, min(MAP_WORDS // tables, ROUTE_BLOCK)),
+        TABLES=block_of(num_tables),
+        MAP_TABLES=MAP_TABLES,
+        MAP_BLOCK=MAP_TOKENS,
         BLOCK=ROUTE_BLOCK,
         num_warps=4,
     )

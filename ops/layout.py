@@ -256,6 +256,10 @@ class Header(IntEnum):
     SIMPLE is how many entries a row has that only adds, and GENERAL for any other row;
     ADDS how many vectors a row adds that does nothing else, not even count, and 0 for any
     other row. See `eyesplice.ops.simple`.
+
+    CLAUSES holds the bits of `select` of which one is true before the step wherever the
+    row can do anything, 0 if it may do something at any token. See
+    `eyesplice.ops.acting`.
     """
 
     END_BRANCH = 0
@@ -266,6 +270,7 @@ class Header(IntEnum):
     WRITES_NORMED = 5
     SIMPLE = 6
     ADDS = 7
+    CLAUSES = 8
 
 
 GENERAL: Final = -1

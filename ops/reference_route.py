@@ -38,7 +38,9 @@ def route_(
 
     Args:
         token_map: int32 `[tables, max_tokens]`, the words of each table's tokens, see
-            `token_map`; written in `[:, 0:extent)`.
+            `token_map`; written in `[:, 0:extent)`. A token is idle in a table where
+            its program can do nothing under its clauses, see `acting`; what else is
+            written of it does not depend on that.
         program: int32 `[tables, rows, 1 + max_entries, WORDS]`, every table.
         select: int32 `[max_tokens]`, written in `[0, extent)`.
         work: tensors of `layout.WORK`. Written are `slot_of_token` in `[0, extent)`,
@@ -69,7 +71,6 @@ def route_(
         torch.arange(num_requests, device=lengths.device), lengths
     )
     rows = per_request[PerRequest.ROW][request]
-    token_map[:, :num_tokens] = words_of(program, rows)
     state.slot_of_token[:num_tokens] = per_request[PerRequest.SLOT][request]
     _begin(state, per_request[:, :num_requests], starts, positions)
     tokens = rows.nonzero()[:, 0]
@@ -89,6 +90,7 @@ def route_(
     )
     bits = _clause_bits(view)
     select[tokens] = _int32(bits)
+    token_map[:, tokens] = words_of(program, rows, select[tokens])
     _remember(state, bits, slots[request])
 
 

@@ -6,7 +6,8 @@
     bits 28 to 30        if it only adds there: how many vectors, else 0
 
 The kernel loads this word before anything else, so what the word says saves a load that
-waits for another. A program with nothing at a boundary is idle there.
+waits for another. A token is idle at a boundary where its program has nothing, or nothing
+that can act on it: see `eyesplice.ops.acting`.
 """
 
 from collections.abc import Sequence
@@ -28,12 +29,13 @@ MAX_ROWS: Final = 1 << ROW_BITS
 assert ADDS_SHIFT + MAX_ADDS.bit_length() <= 31, "a word is never negative"
 
 
-def words_of(program: Tensor, rows: Tensor) -> Tensor:
+def words_of(program: Tensor, rows: Tensor, select: Tensor) -> Tensor:
     """The words of tokens whose programs are in these rows.
 
     Args:
         program: int32 `[tables, rows, 1 + max_entries, WORDS]`.
         rows: integers `[n]`.
+        select: int32 `[n]`, the clauses of their programs that are true before the step.
 
     Returns:
         int32 `[tables, n]`.
@@ -43,11 +45,14 @@ def words_of(program: Tensor, rows: Tensor) -> Tensor:
     number = header[..., Header.ADDS]
     number = number * ((rows != 0) & (first > 0) & (first <= VECTOR_MASK))
     words = rows | number << ADDS_SHIFT | first * (number > 0) << ROW_BITS
-    return (words * (header[..., Header.END_NORMED] > 0) * (rows != 0)).int()
+    clauses = header[..., Header.CLAUSES]
+    acts = (clauses == 0) | (clauses & select != 0)
+    acts &= (header[..., Header.END_NORMED] > 0) & (rows != 0)
+    return (words * acts).int()
 
 
 def word(row: int, entries: Sequence[SomeEntry]) -> int:
-    """The word of a token whose program is `entries`, in `row`."""
+    """The word of a token whose program is `entries`, in `row`, where they can act."""
     if not entries or row == 0:
         return 0
     number, first = adds(entries), entries[0].u

@@ -11,6 +11,7 @@ from eyesplice.fx_passes.program import (
     pack,
     pack_clauses,
     pack_reads,
+    pack_tables,
     pack_token_ids,
 )
 from eyesplice.fx_passes.sites import Table
@@ -75,7 +76,8 @@ def run(
         for kind in ("pre", "mid", "router")
     ]
     empty = pack([], MAX_ENTRIES)
-    rows = [pack(program.tables.get(Table(*at), ()), MAX_ENTRIES) for at in kinds]
+    entries = [program.tables.get(Table(*at), ()) for at in kinds]
+    rows = pack_tables(entries, MAX_ENTRIES)
     packed = torch.stack([torch.stack([empty, row]) for row in rows])
     finals, scores, selects, captured, begin = [], [], [], {}, 0
     for length in steps:

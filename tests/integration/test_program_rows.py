@@ -42,7 +42,7 @@ def _program(number: int) -> Program:
     tables = {Table("mid", number % LAYERS): (entry,)}
     if number % 2:
         tables[Table("mid", (number + 1) % LAYERS)] = (entry, entry)
-    clause = Clause(ClauseKind.RANGE, number, number + 1)
+    clause = Clause(ClauseKind.RANGE, 0, 1 + number)
     return Program(f"sha256:{number}", (clause,), tables)
 
 
@@ -114,13 +114,13 @@ class Step:
     def __init__(self, buffers: Buffers) -> None:
         self.buffers, self.router = buffers, Router(buffers, Results(buffers, {}))
 
-    def rows(self, *ids: str) -> list[int]:
+    def rows(self, *ids: str, position: int = 0) -> list[int]:
         starts = torch.arange(len(ids) + 1, dtype=torch.int32)
-        zeros = torch.zeros(len(ids)).long()
+        positions, token_ids = torch.full((len(ids),), position), torch.zeros(len(ids))
         lengths = np.ones(len(ids), dtype=np.int32)
-        self.router.step(ids, starts, zeros, zeros, len(ids), lengths)
+        self.router.step(ids, starts, positions, token_ids.long(), len(ids), lengths)
         maps = self.buffers.token_map[:, : len(ids)] & ROW_MASK
-        # A token has one row, or none where its program does nothing.
+        # A token has one row, or none where its program can do nothing.
         return maps.amax(dim=0).tolist()
 
     def words(self, tokens: int) -> list[list[int]]:
@@ -175,6 +175,18 @@ def test_a_token_is_idle_in_the_tables_that_its_program_leaves_alone(
         [a + twice, 0, b + once, 0],
         [0, 0, 0, 0],
     ]
+
+
+def test_a_token_is_idle_where_its_program_does_not_act(buffers: Buffers):
+    """`_program(n)` acts on positions 0 to n."""
+    step = Step(buffers)
+    step.router.begin("a", _program(1), 4)
+    step.router.begin("b", _program(2), 4)
+    a, b = step.rows("a", "b")
+    assert a and b
+    assert step.rows("a", "b", position=1) == [a, b]
+    assert step.rows("a", "b", position=2) == [0, b]
+    assert step.rows("a", "b", position=3) == [0, 0]
 
 
 def test_every_map_begins_where_a_kernel_likes_it(buffers: Buffers):

@@ -72,22 +72,25 @@ def table(programs):
 
 
 TABLES = 5
+BIT_31 = -(2**31)
 HEADERS = [
-    # END_NORMED, ADDS, U of the first entry, what the word holds beside the row
-    (1, 0, 9, 0),
-    (0, 7, 9, None),
-    (1, 1, 1, 1 << 28 | 1 << 13),
-    (7, 7, 32767, 7 << 28 | 32767 << 13),
-    (1, 1, 32768, 0),
-    (2, 2, 0, 0),
-    (3, 0, POISON, 0),
+    # END_NORMED, ADDS, CLAUSES, U of the first entry, what the word holds beside the row
+    (1, 0, 0, 9, 0),
+    (0, 7, -1, 9, None),
+    (1, 1, 0, 1, 1 << 28 | 1 << 13),
+    (7, 7, 1 << 3, 32767, 7 << 28 | 32767 << 13),
+    (1, 1, BIT_31 | 1 << 5, 32768, 0),
+    (2, 2, -1, 0, 0),
+    (3, 0, 1 << 20, POISON, 0),
+    (0, 0, 0, 0, None),
+    (1, 1, BIT_31, 4, 1 << 28 | 4 << 13),
 ]
 """Header fields by hand; None: the program has nothing to do at the boundary."""
 
 
 def header_of(k, row):
     """That of a row in table k; row 0 would do something, were it looked at."""
-    return HEADERS[(3 * k + row) % len(HEADERS)] if row else HEADERS[2]
+    return HEADERS[(4 * k + row) % len(HEADERS)] if row else HEADERS[2]
 
 
 def program_tables(num_tables, num_rows, device):
@@ -95,21 +98,25 @@ def program_tables(num_tables, num_rows, device):
     tables = poisoned((num_tables, num_rows, 3, WORDS), torch.int32, "cpu")
     for k in range(num_tables):
         for row in range(num_rows):
-            end, adds, u, _ = header_of(k, row)
-            tables[k, row, 0, [Header.END_NORMED, Header.ADDS]] = int32(
-                [end, adds], "cpu", 0
-            )
+            *fields, u, _ = header_of(k, row)
+            places = [Header.END_NORMED, Header.ADDS, Header.CLAUSES]
+            tables[k, row, 0, places] = int32(fields, "cpu", 0)
             tables[k, row, 1, Word.U] = u
     return tables.to(device)
 
 
-def words_of_rows(k, rows):
-    """The words of tokens whose programs are in these rows, in table k."""
-    more = [header_of(k, row)[3] for row in rows]
-    return [
-        0 if row == 0 or word is None else row | word
-        for row, word in zip(rows, more, strict=True)
-    ]
+def words_of_rows(k, rows, select):
+    """The words in table k of tokens whose programs are in these rows.
+
+    `select` holds their clauses: where none is true that the header asks for, a token is
+    idle, unless it asks for none.
+    """
+    words = []
+    for row, bits in zip(rows, select, strict=True):
+        _, _, clauses, _, more = header_of(k, row)
+        idle = row == 0 or more is None or (clauses and not clauses & bits)
+        words.append(0 if idle else row | more)
+    return words
 
 
 def int32(values, device, spare=3):
@@ -179,7 +186,8 @@ def expected(requests, extent, programs, max_tokens=None):
             select.append(bits)
     idle = [0] * (extent - len(rows))
     untouched = [POISON] * ((max_tokens or extent) - extent)
-    maps = [words_of_rows(k, rows) + idle + untouched for k in range(TABLES)]
+    words = [words_of_rows(k, rows, select) for k in range(TABLES)]
+    maps = [of_table + idle + untouched for of_table in words]
     return maps, select + idle + untouched
 
 
@@ -242,6 +250,11 @@ def test_agrees_with_the_reference(device):
     programs = integers(-(2**31), 2**31 - 1, 9, 5, 4, WORDS)
     programs[:, :, 0, Header.END_NORMED] = integers(0, 3, 9, 5)
     programs[:, :, 0, Header.ADDS] = integers(0, 8, 9, 5)
+    programs[:, :, 0, Header.CLAUSES] = (
+        integers(-(2**31), 2**31 - 1, 9, 5)
+        & integers(-(2**31), 2**31 - 1, 9, 5)
+        & integers(-(2**31), 2**31 - 1, 9, 5) * integers(0, 2, 9, 5)
+    )
     programs[:, :, 1, Word.U] = integers(-3, 2**16, 9, 5)
     args = (
         per_request,
@@ -269,6 +282,9 @@ def test_agrees_with_the_reference(device):
     for low, high in zip(*results, strict=True):
         assert torch.equal(low.nan_to_num(nan=-5.0), high.nan_to_num(nan=-5.0))
     assert results[0][5].isnan().any() and (results[0][5] == 0).any()
+    # Some programs act at some of their tokens, in some tables.
+    words = results[0][0][:, :num_tokens]
+    assert ((words == 0).any(dim=0) & (words != 0).any(dim=0)).any()
 
 
 def test_a_step_after_another_of_the_same_tables(device):
@@ -297,7 +313,7 @@ def test_a_step_after_another_of_the_same_tables(device):
         ]
         idle = [0] * (extent - count)
         for k, words in enumerate(maps[:, :extent].tolist()):
-            assert words == words_of_rows(k, [row] * count) + idle
+            assert words == words_of_rows(k, [row] * count, bits) + idle
         assert select[:extent].tolist() == bits + idle
         assert work[6][0, : len(LogHead)].tolist() == [0, start, 1]
         maps[:, :extent] = select[:extent] = POISON
@@ -319,7 +335,9 @@ def test_every_table_has_a_map_of_its_own(num_tables, name, device):
     size = extent + 5
     words = poisoned((num_tables, size), torch.int32, device)
     work = empty_work(size, 1, 1, 1, 8, torch.float32, device)
-    no_clauses = torch.zeros(6, MAX_CLAUSES, CLAUSE_WORDS, dtype=torch.int32)
+    clauses = torch.zeros(6, MAX_CLAUSES, CLAUSE_WORDS, dtype=torch.int32)
+    clauses[1:, 3, 0] = ClauseKind.ALL
+    clauses[2, 3] = torch.tensor([ClauseKind.RANGE, 500, 700, 0])
     no_ids = torch.zeros(6, MAX_TOKEN_IDS, dtype=torch.int32, device=device)
     IMPLEMENTATIONS[name].route_(
         words,
@@ -330,7 +348,7 @@ def test_every_table_has_a_map_of_its_own(num_tables, name, device):
         int32(starts, device),
         torch.arange(size, device=device),
         torch.zeros(size, dtype=torch.int64, device=device),
-        no_clauses.to(device),
+        clauses.to(device),
         no_ids,
         no_ids[:1],
         len(rows),
@@ -339,8 +357,11 @@ def test_every_table_has_a_map_of_its_own(num_tables, name, device):
         0,
     )
     of_tokens = [row for row, n in zip(rows, lengths, strict=True) for _ in range(n)]
+    select = [
+        8 * (row != 2 or 500 <= token < 700) for token, row in enumerate(of_tokens)
+    ]
     for k, found in enumerate(words.tolist()):
-        expected = words_of_rows(k, of_tokens)
+        expected = words_of_rows(k, of_tokens, select)
         assert found == expected + [0] * 50 + [POISON] * 5, k
 
 

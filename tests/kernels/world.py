@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from eyesplice.ops.acting import acting_clauses
 from eyesplice.ops.inputs import Entry, pack_programs, poisoned
 from eyesplice.ops.layout import (
     ALL_FAMILIES,
@@ -15,6 +16,7 @@ from eyesplice.ops.layout import (
     MAX_CLAUSES,
     MAX_TOKEN_IDS,
     ClauseKind,
+    Header,
     Stage,
 )
 from eyesplice.ops.work import empty_work
@@ -50,7 +52,11 @@ class Request:
 
 
 class World:
-    def __init__(self, ops, device, requests, bank, families=ALL_FAMILIES):
+    def __init__(
+        self, ops, device, requests, bank, families=ALL_FAMILIES, may_idle=True
+    ):
+        """Without `may_idle`, a token is looked at wherever its plan has an entry."""
+        self.may_idle = may_idle
         self.ops, self.device, self.requests = ops, device, requests
         self.plans = [r.plan for r in requests.values() if r.plan is not None]
         self.families, self.bank = families, bank.to(device)
@@ -67,7 +73,7 @@ class World:
         self.work.score.fill_(1e6)
         self.work.capture.fill_(torch.nan)
         self.select = poisoned((MAX_TOKENS,), torch.int32, device)
-        self.seen, self.scores, self.written = {}, {}, {}
+        self.seen, self.scores, self.written, self.words = {}, {}, {}, {}
         self._pack()
 
     def _pack(self):
@@ -93,6 +99,10 @@ class World:
         ]
         # One more, in which nobody has anything to do.
         tables.append(pack_programs([[] for _ in self.plans], 12))
+        for row, plan in enumerate(self.plans, start=1):
+            for i, clauses in enumerate(acting_clauses(plan.tables)):
+                signed = clauses - 2**32 * (clauses >= 2**31)
+                tables[i][row, 0, Header.CLAUSES] = self.may_idle * signed
         self.tables = torch.stack(tables).to(self.device)
         self.token_map = poisoned((number + 1, MAX_TOKENS), torch.int32, self.device)
 
@@ -138,6 +148,7 @@ class World:
             work, self.select, self.reads, *batch[:2], batch[2], len(spans)
         )
         for token, key in enumerate(where):
+            self.words[key] = self.token_map[:, token].tolist()
             self.seen[key] = int(self.select[token]) & 0xFFFFFFFF
             self.scores[key] = self.work.score[token].cpu().clone()
             self.written[key] = value[token].cpu().clone()

@@ -316,7 +316,7 @@ def test_pack_lays_out_header_and_words():
     packed = pack(entries, max_entries=4)
     assert packed.shape == (5, WORDS)
     assert packed.dtype == torch.int32
-    assert packed[0, list(Header)].tolist() == [1, 1, 2, 1, 0, 1, GENERAL, 0]
+    assert packed[0, list(Header)].tolist() == [1, 1, 2, 1, 0, 1, GENERAL, 0, -1]
     assert packed[1, : Word.GAIN].tolist() == [2, 4, 1, 2, -1]
     floats = packed.view(torch.float32)
     assert floats[1, list(FLOAT_WORDS)].tolist() == pytest.approx(

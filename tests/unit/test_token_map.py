@@ -67,9 +67,16 @@ def test_the_words_of_a_steps_tokens():
         table[k, 0] = programs[1]
         table[k, ROW] = program
         table[k, MAX_ROWS - 1] = programs[1]
-    found = words_of(table, torch.tensor([ROW, 0, ROW, 7, MAX_ROWS - 1]).int())
+    # Clause 0 is what the entries ask for; at the third token others are true.
+    rows = torch.tensor([ROW, 0, ROW, 7, MAX_ROWS - 1], dtype=torch.int32)
+    select = torch.tensor([1, 1, -2, 0, 3], dtype=torch.int32)
+    found = words_of(table, rows, select)
     assert found.dtype == torch.int32
     last = 8191 + 3 * VECTOR + NUMBER
+    assert found.tolist() == [[w, 0, 0, 0, last] for w in words]
+    # Without clauses in its header, a row may act at any token.
+    table[:, :, 0, Header.CLAUSES] = 0
+    found = words_of(table, rows, torch.zeros_like(select))
     assert found.tolist() == [[w, 0, w, 0, last] for w in words]
 
 
