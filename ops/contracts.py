@@ -117,14 +117,15 @@ def _short_cut(name: str) -> Any:
     launched: Callable[..., Any] | None = None
 
     class ShortCut(overload):  # type: ignore[misc]
-        def __call__(self, value: Any, *args: Any, **named: Any) -> Any:
+        def __call__(self, /, *args: Any, **named: Any) -> Any:
             nonlocal launched
-            plain = type(value) is Tensor and value.is_cuda and not named
+            # Inductor names the arguments that have a default.
+            plain = args and type(args[0]) is Tensor and args[0].is_cuda
             if not plain or modes() or profiled():
-                return dispatched(self, value, *args, **named)
+                return dispatched(self, *args, **named)
             if launched is None:
                 launched = _launcher(name)
-            return launched(value, *args)
+            return launched(*args, **named)
 
     # The op that graphs hold, pickle and look up stays the one object that it is.
     op.__class__ = ShortCut

@@ -6,6 +6,7 @@ here, at each call, is what a kept launch depends on and nothing else.
 
 from collections.abc import Hashable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def boundary_(
         )
         kept = tables.launches.get(key)
         if kept is not None:
-            normed = torch.empty_like(stream, memory_format=torch.contiguous_format)
+            normed = _rows_like(stream)
             kept(num_tokens, (*values, weight.data_ptr(), normed.data_ptr()))
             return normed
     return launch.boundary_(
@@ -123,6 +124,20 @@ def custom_gain(value: Tensor, program: Tensor) -> Tensor:
     return launch_custom.custom_gain(
         value, token_map, select, program, work, keeps=_keeps(tables, key)
     )
+
+
+_EMPTY_ON_CUDA = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+"""What Inductor's code allocates with: half the time of `torch.empty_like`."""
+
+
+def _rows_like(stream: Tensor) -> Tensor:
+    """Memory for as many rows, on the current device, where kernels are launched."""
+    if _EMPTY_ON_CUDA is not None and stream.is_cuda:
+        num_tokens, width = stream.shape
+        return cast(
+            Tensor, _EMPTY_ON_CUDA((num_tokens, width), (width, 1), stream.dtype)
+        )
+    return torch.empty_like(stream, memory_format=torch.contiguous_format)
 
 
 def _keeps(tables: SiteTables, key: Hashable | None) -> Keeps | None:

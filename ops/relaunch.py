@@ -6,11 +6,10 @@ kernel then asks for the device and the stream, and for hooks that nobody set. F
 tables, and values laid out as before, all of that comes out the same.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eyesplice.ops import background
+from eyesplice.ops.direct_launch import direct
 
 ALIGNED: Final = 16
 """Bytes; Triton compiles a kernel of its own for pointers that are not."""
@@ -31,15 +31,7 @@ Varying = tuple[Tensor | int | None, ...]
 class KeptLaunch:
     """A compiled kernel with all its arguments, a few of which change at each launch."""
 
-    __slots__ = (
-        "_args",
-        "_compiled",
-        "_device",
-        "_direct",
-        "_driver",
-        "_places",
-        "_runtime",
-    )
+    __slots__ = ("_args", "_compiled", "_device", "_direct", "_places", "_stream_of")
 
     def __init__(
         self, compiled: Any, args: Sequence[Any], places: Sequence[int]
@@ -51,97 +43,46 @@ class KeptLaunch:
             args: every argument, constants included; tensors as addresses.
             places: of those that change.
         """
-        from triton import knobs
         from triton.runtime import driver
 
-        self._runtime = knobs.runtime
         self._compiled = compiled
         self._args = list(args)
         self._places = tuple(places)
-        self._driver = driver
+        self._stream_of = driver.active.get_current_stream
         self._device = driver.active.get_current_device()
-        self._direct = _direct(compiled)
+        self._direct = direct(compiled, args, places)
 
     def __call__(self, grid: int, values: Sequence[int | None]) -> None:
         """Launch `grid` instances with these values, on the current stream."""
-        args = self._args.copy()
-        for place, value in zip(self._places, values, strict=True):
-            args[place] = value
-        runtime = self._runtime
+        runtime = _runtime()
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             # A profiler wants to know of every launch: it gets what Triton tells it.
-            self._compiled[grid, 1, 1](*args)
+            self._compiled[grid, 1, 1](*_placed(self._args, self._places, values))
             return
-        stream = self._driver.active.get_current_stream(self._device)
-        self._direct(grid, stream, args)
+        start, args, places = self._direct
+        start(grid, self._stream_of(self._device), _placed(args, places, values))
+
+
+@cache
+def _runtime() -> Any:
+    """Triton's settings, which hold the hooks of a profiler."""
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def _placed(
+    args: list[Any], places: Sequence[int], values: Sequence[int | None]
+) -> list[Any]:
+    placed = args.copy()
+    for place, value in zip(places, values, strict=True):
+        placed[place] = value
+    return placed
 
 
 Keeps = Callable[[KeptLaunch], None]
 """Takes a launch that was made, to be made again."""
-
-
-def _direct(compiled: Any) -> Callable[[int, int, list[Any]], None]:
-    """`compiled[grid, 1, 1](*args)` on a stream, past what does nothing without hooks.
-
-    A launcher of Triton's is a Python function around one of C; a kernel that needs no
-    scratch memory can call that one itself. Launchers of other versions and devices are
-    called as they are.
-    """
-    launcher, function = compiled.run, compiled.function
-    metadata = compiled.packed_metadata
-    version = _version_of(launcher)
-    if version is None:
-
-        def through(grid: int, stream: int, args: list[Any]) -> None:
-            launcher(grid, 1, 1, stream, function, metadata, None, None, None, *args)
-
-        return through
-
-    launch = launcher.launch
-    how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    if version == "3.6":
-        before = (*how, None, None, metadata, None, None, None)
-
-        def flat(grid: int, stream: int, args: list[Any]) -> None:
-            launch(grid, 1, 1, stream, function, *before, *args)
-
-        return flat
-
-    kinds = (launcher.arg_annotations, launcher.kernel_signature)
-    whole = (*how, metadata, None, None, None, None, None, *kinds)
-
-    def packed(grid: int, stream: int, args: list[Any]) -> None:
-        launch(grid, 1, 1, stream, function, *whole, args)
-
-    return packed
-
-
-_GIVEN: Final = ("self", "gridX", "gridY", "gridZ", "stream", "function")
-_HOOKS: Final = (
-    "kernel_metadata",
-    "launch_metadata",
-    "launch_enter_hook",
-    "launch_exit_hook",
-)
-_LAUNCHERS: Final = {
-    (*_GIVEN, "args"): "3.6",
-    (*_GIVEN, *_HOOKS, "args"): "3.9",
-}
-"""The Triton whose launcher takes these parameters."""
-
-
-def _version_of(launcher: Any) -> str | None:
-    """Which known launcher of a kernel without scratch memory it is, None for another."""
-    if type(launcher).__name__ != "CudaLauncher":
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    # It watches every launch.
-    if getattr(launcher, "gsan_enabled", False):
-        return None
-    parameters = inspect.signature(type(launcher).__call__).parameters
-    return _LAUNCHERS.get(tuple(parameters))
 
 
 def launch(

@@ -3,7 +3,9 @@
     TRITON_LIBCUDA_PATH=DIR python -m tests.fake_cuda.launches
 
 Triton's own launcher, compiled as on a GPU, hands both to the driver in DIR, which notes
-them. Prints how many pairs were the same, and how many went past Triton's Python.
+them. Prints how many pairs were the same, how many went past Triton's Python, and how many
+of these by the launcher of a torch that has CUDA; `LD_LIBRARY_PATH=DIR` lets it find the
+driver.
 """
 
 import ctypes
@@ -15,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from eyesplice.ops import launch, launch_graph, relaunch
+from eyesplice.ops import direct_launch, launch, launch_graph
 from eyesplice.ops.layout import WORDS, Family
 from eyesplice.ops.site_tables import SiteTables, open_tables, tables_of
 from eyesplice.ops.work import empty_work
@@ -133,12 +135,23 @@ def noted(call):
     return " ".join(parts)
 
 
+def note(results, name):
+    """Keep what a function of `direct_launch` says."""
+    function = getattr(direct_launch, name)
+
+    def noting(*args):
+        results.append(function(*args))
+        return results[-1]
+
+    setattr(direct_launch, name, noting)
+
+
 def main():
     driver._active = Device()
     launch._starts_early = lambda: True
-    direct = []
-    version_of = relaunch._version_of
-    relaunch._version_of = lambda it: direct.append(version_of(it)) or direct[-1]
+    direct, by_torch = [], []
+    note(direct, "_version_of")
+    note(by_torch, "_by_torch")
     layer, pairs = Layer(), 0
     kept = tables_of(layer.program).launches
     for tokens in (1, 8, 200, 2000):
@@ -149,7 +162,10 @@ def main():
             again = noted(call)
             assert "blocks" in first and first == again, f"{first}\n{again}"
             pairs += 1
-    print(f"{pairs} the same, {sum(map(bool, direct))} past Triton's Python")
+    print(
+        f"{pairs} the same, {sum(map(bool, direct))} past Triton's Python, "
+        f"{sum(map(bool, by_torch))} by torch's launcher"
+    )
 
 
 if __name__ == "__main__":

@@ -38,6 +38,14 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function,
   return CUDA_SUCCESS;
 }
 
+/* As torch's launcher calls it. */
+CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz,
+                        unsigned bx, unsigned by, unsigned bz, unsigned shared,
+                        CUstream stream, void **params, void **extra) {
+  CUlaunchConfig config = {gx, gy, gz, bx, by, bz, shared, stream, NULL, 0};
+  return cuLaunchKernelEx(&config, function, params, extra);
+}
+
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute which, CUdeviceptr at) {
   *(CUdeviceptr *)data = at;
   return CUDA_SUCCESS;

@@ -17,6 +17,7 @@ from eyesplice.ops.layout import (
     MAX_TOKEN_IDS,
     ClauseKind,
     Header,
+    LogHead,
     Stage,
 )
 from eyesplice.ops.work import empty_work
@@ -53,7 +54,14 @@ class Request:
 
 class World:
     def __init__(
-        self, ops, device, requests, bank, families=ALL_FAMILIES, may_idle=True
+        self,
+        ops,
+        device,
+        requests,
+        bank,
+        families=ALL_FAMILIES,
+        may_idle=True,
+        capture_rows=CAPTURE_ROWS,
     ):
         """Without `may_idle`, a token is looked at wherever its plan has an entry."""
         self.may_idle = may_idle
@@ -64,7 +72,7 @@ class World:
             MAX_TOKENS,
             SLOTS,
             MAX_SCORES,
-            CAPTURE_ROWS,
+            capture_rows,
             bank.shape[1],
             bank.dtype,
             device,
@@ -174,6 +182,12 @@ class World:
         ]
         ids = torch.tensor([*ids, -7], dtype=torch.int32)
         return [t.to(self.device) for t in (per_request, starts, positions, ids)]
+
+    def captured(self):
+        """This step's log and rows, which a GPU appends in any order."""
+        count = int(self.work.capture_log[0, LogHead.COUNT])
+        log = self.work.capture_log[1 : 1 + count].tolist()
+        return sorted(zip(log, self.work.capture[:count].tolist(), strict=True))
 
     def row(self, name):
         plan = self.requests[name].plan
