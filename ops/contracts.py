@@ -112,7 +112,7 @@ def _short_cut(name: str) -> Any:
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     overload: Any = type(op)
     modes = torch._C._len_torch_dispatch_stack
-    profiled = torch.autograd._profiler_enabled
+    profiled = torch._C._autograd._profiler_enabled
     dispatched = overload.__call__
     launched: Callable[..., Any] | None = None
 
