@@ -9,26 +9,16 @@ launch of ours costs the host what one of Inductor's does.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from operator import itemgetter
+from typing import Any, Final
 
 import torch
 
-Start = Callable[[int, int, list[Any]], None]
-"""Launches `grid` instances on a stream, with arguments."""
+Values = Sequence[int | None]
+"""What changes from one launch to the next, in the order of its places."""
 
-
-class Direct(NamedTuple):
-    """A way to launch.
-
-    Attributes:
-        start: the launch.
-        args: what it takes, in a list that each launch copies.
-        places: of those that change, in `args`.
-    """
-
-    start: Start
-    args: list[Any]
-    places: tuple[int, ...]
+Direct = Callable[[int, int, Values], None]
+"""Launches `grid` instances on a stream, with values."""
 
 
 def direct(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
@@ -39,51 +29,61 @@ def direct(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
         args: all its arguments, constants included; tensors as addresses.
         places: of those that change from one launch to the next.
     """
-    launcher = compiled.run
-    version = _version_of(launcher)
+    version = _version_of(compiled.run)
     if version is None:
-        return Direct(_by_launcher(compiled), list(args), tuple(places))
+        return _by_launcher(compiled, args, places)
     found = _by_torch(compiled, args, places)
     if found is not None:
         return found
-    start = _flat(compiled) if version == "3.6" else _packed(compiled)
-    return Direct(start, list(args), tuple(places))
+    by_triton = _flat if version == "3.6" else _packed
+    return by_triton(compiled, args, places)
 
 
-def _by_launcher(compiled: Any) -> Start:
+def placed(args: Sequence[Any], places: Sequence[int], values: Values) -> list[Any]:
+    """The arguments with values at their places."""
+    found = list(args)
+    for place, value in zip(places, values, strict=True):
+        found[place] = value
+    return found
+
+
+def _by_launcher(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
     launcher, function = compiled.run, compiled.function
     metadata = compiled.packed_metadata
 
-    def start(grid: int, stream: int, args: list[Any]) -> None:
-        launcher(grid, 1, 1, stream, function, metadata, None, None, None, *args)
+    def start(grid: int, stream: int, values: Values) -> None:
+        whole = placed(args, places, values)
+        launcher(grid, 1, 1, stream, function, metadata, None, None, None, *whole)
 
     return start
 
 
-def _flat(compiled: Any) -> Start:
+def _flat(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
     launcher, function = compiled.run, compiled.function
     launch = launcher.launch
     how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     before = (*how, None, None, compiled.packed_metadata, None, None, None)
 
-    def flat(grid: int, stream: int, args: list[Any]) -> None:
-        launch(grid, 1, 1, stream, function, *before, *args)
+    def start(grid: int, stream: int, values: Values) -> None:
+        whole = placed(args, places, values)
+        launch(grid, 1, 1, stream, function, *before, *whole)
 
-    return flat
+    return start
 
 
-def _packed(compiled: Any) -> Start:
+def _packed(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
     launcher, function = compiled.run, compiled.function
     launch = launcher.launch
     how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     kinds = (launcher.arg_annotations, launcher.kernel_signature)
     metadata = compiled.packed_metadata
-    whole = (*how, metadata, None, None, None, None, None, *kinds)
+    before = (*how, metadata, None, None, None, None, None, *kinds)
 
-    def packed(grid: int, stream: int, args: list[Any]) -> None:
-        launch(grid, 1, 1, stream, function, *whole, args)
+    def start(grid: int, stream: int, values: Values) -> None:
+        whole = placed(args, places, values)
+        launch(grid, 1, 1, stream, function, *before, whole)
 
-    return packed
+    return start
 
 
 _GIVEN: Final = ("self", "gridX", "gridY", "gridZ", "stream", "function")
@@ -143,16 +143,26 @@ def _by_torch(
     absent = [(place,) for place in places if (place,) not in where]
     if None in letters or any(source.constants.get(at, 0) is not None for at in absent):
         return None
-    values = [value for _, value, _ in parameters] + [None] * _SCRATCH
+    fixed = [value for _, value, _ in parameters] + [None] * _SCRATCH
     types = "".join(filter(None, letters)) + _ADDRESS * _SCRATCH
-    # What was None is compiled in and None again: it goes where None belongs.
-    where |= dict.fromkeys(absent, len(parameters))
     function, warps, shared = compiled.function, metadata.num_warps, metadata.shared
+    # What was None is compiled in and None again: it is no parameter.
+    present = [n for n, place in enumerate(places) if (place,) in where]
+    at = [where[(places[n],)] for n in present]
+    if at == list(range(len(at))) and len(at) > 1:
+        chosen, tail = itemgetter(*present), tuple(fixed[len(at) :])
 
-    def start(grid: int, stream: int, args: list[Any]) -> None:
-        launch(function, grid, 1, 1, warps, shared, types, tuple(args), stream)
+        def in_front(grid: int, stream: int, values: Values) -> None:
+            whole = (*chosen(values), *tail)
+            launch(function, grid, 1, 1, warps, shared, types, whole, stream)
 
-    return Direct(start, values, tuple(where[(place,)] for place in places))
+        return in_front
+
+    def anywhere(grid: int, stream: int, values: Values) -> None:
+        whole = tuple(placed(fixed, at, [values[n] for n in present]))
+        launch(function, grid, 1, 1, warps, shared, types, whole, stream)
+
+    return anywhere
 
 
 def _parameters(

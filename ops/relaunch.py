@@ -9,7 +9,7 @@ tables, and values laid out as before, all of that comes out the same.
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from operator import is_
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from eyesplice.ops import background
-from eyesplice.ops.direct_launch import direct
+from eyesplice.ops.direct_launch import Values, direct, placed
 
 ALIGNED: Final = 16
 """Bytes; Triton compiles a kernel of its own for pointers that are not."""
@@ -31,7 +31,15 @@ Varying = tuple[Tensor | int | None, ...]
 class KeptLaunch:
     """A compiled kernel with all its arguments, a few of which change at each launch."""
 
-    __slots__ = ("_args", "_compiled", "_device", "_direct", "_places", "_stream_of")
+    __slots__ = (
+        "_args",
+        "_compiled",
+        "_device",
+        "_direct",
+        "_places",
+        "_runtime",
+        "_stream_of",
+    )
 
     def __init__(
         self, compiled: Any, args: Sequence[Any], places: Sequence[int]
@@ -43,42 +51,26 @@ class KeptLaunch:
             args: every argument, constants included; tensors as addresses.
             places: of those that change.
         """
+        from triton import knobs
         from triton.runtime import driver
 
+        self._runtime = knobs.runtime
         self._compiled = compiled
         self._args = list(args)
         self._places = tuple(places)
         self._stream_of = driver.active.get_current_stream
         self._device = driver.active.get_current_device()
-        self._direct = direct(compiled, args, places)
+        self._direct = direct(compiled, self._args, self._places)
 
-    def __call__(self, grid: int, values: Sequence[int | None]) -> None:
+    def __call__(self, grid: int, values: Values) -> None:
         """Launch `grid` instances with these values, on the current stream."""
-        runtime = _runtime()
+        runtime = self._runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             # A profiler wants to know of every launch: it gets what Triton tells it.
-            self._compiled[grid, 1, 1](*_placed(self._args, self._places, values))
+            self._compiled[grid, 1, 1](*placed(self._args, self._places, values))
             return
-        start, args, places = self._direct
-        start(grid, self._stream_of(self._device), _placed(args, places, values))
-
-
-@cache
-def _runtime() -> Any:
-    """Triton's settings, which hold the hooks of a profiler."""
-    from triton import knobs
-
-    return knobs.runtime
-
-
-def _placed(
-    args: list[Any], places: Sequence[int], values: Sequence[int | None]
-) -> list[Any]:
-    placed = args.copy()
-    for place, value in zip(places, values, strict=True):
-        placed[place] = value
-    return placed
+        self._direct(grid, self._stream_of(self._device), values)
 
 
 Keeps = Callable[[KeptLaunch], None]

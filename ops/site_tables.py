@@ -23,6 +23,7 @@ class SiteTables:
         bank: `[rows, width]`, model dtype.
         work: the tensors of `layout.WORK`.
         room: tokens that both maps have room for.
+        max_tokens: of the largest step, the map's.
         launches: kept launches of kernels on these tables, by all that decides them.
     """
 
@@ -31,11 +32,13 @@ class SiteTables:
     bank: Tensor
     work: list[Tensor]
     room: int = field(init=False)
+    max_tokens: int = field(init=False)
     launches: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Count the room once."""
-        self.room = min(self.token_map.numel(), self.select.numel())
+        self.max_tokens = self.token_map.numel()
+        self.room = min(self.max_tokens, self.select.numel())
 
     def around(
         self, program: Tensor
