@@ -3,8 +3,8 @@
 A launcher of Triton's is a Python function around one of C, which takes every constant as
 well, and lets go of the interpreter while the driver is called. torch has a launcher of
 its own for the kernels that Inductor makes: it takes the kernel's parameters alone and
-keeps the interpreter, so that no other thread of an engine gets in between. By that one, a
-launch of ours costs the host what one of Inductor's does.
+keeps the interpreter, so that no other thread of an engine gets in between. Where there is
+that one, kernels of ours are launched as Inductor's are.
 """
 
 import inspect
