@@ -114,18 +114,14 @@ def _short_cut(name: str) -> Any:
     modes = torch._C._len_torch_dispatch_stack
     profiled = torch._C._autograd._profiler_enabled
     dispatched = overload.__call__
-    launched: Callable[..., Any] | None = None
 
     class ShortCut(overload):  # type: ignore[misc]
         def __call__(self, /, *args: Any, **named: Any) -> Any:
-            nonlocal launched
             # Inductor names the arguments that have a default.
             plain = args and type(args[0]) is Tensor and args[0].is_cuda
             if not plain or modes() or profiled():
                 return dispatched(self, *args, **named)
-            if launched is None:
-                launched = _launcher(name)
-            return launched(*args, **named)
+            return _launcher(name)(*args, **named)
 
     # The op that graphs hold, pickle and look up stays the one object that it is.
     op.__class__ = ShortCut

@@ -30,13 +30,8 @@ def direct(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
         places: of those that change from one launch to the next.
     """
     version = _version_of(compiled.run)
-    if version is None:
-        return _by_launcher(compiled, args, places)
-    found = _by_torch(compiled, args, places)
-    if found is not None:
-        return found
-    by_triton = _flat if version == "3.6" else _packed
-    return by_triton(compiled, args, places)
+    found = None if version is None else _by_torch(compiled, args, places)
+    return found or _by_triton(compiled, version, args, places)
 
 
 def placed(args: Sequence[Any], places: Sequence[int], values: Values) -> list[Any]:
@@ -47,41 +42,26 @@ def placed(args: Sequence[Any], places: Sequence[int], values: Values) -> list[A
     return found
 
 
-def _by_launcher(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
-    launcher, function = compiled.run, compiled.function
-    metadata = compiled.packed_metadata
+def _by_triton(
+    compiled: Any, version: str | None, args: Sequence[Any], places: Sequence[int]
+) -> Direct:
+    """By the function of C in a known launcher, else by the launcher as it is."""
+    launch, function = compiled.run, compiled.function
+    before: tuple[Any, ...] = (compiled.packed_metadata, None, None, None)
+    if version is not None:
+        launcher, launch = launch, launch.launch
+        how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        if version == "3.6":
+            before = (*how, None, None, *before)
+        else:
+            kinds = (launcher.arg_annotations, launcher.kernel_signature)
+            before = (*how, *before, None, None, *kinds)
+    packed = version == "3.9"
 
     def start(grid: int, stream: int, values: Values) -> None:
         whole = placed(args, places, values)
-        launcher(grid, 1, 1, stream, function, metadata, None, None, None, *whole)
-
-    return start
-
-
-def _flat(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
-    launcher, function = compiled.run, compiled.function
-    launch = launcher.launch
-    how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    before = (*how, None, None, compiled.packed_metadata, None, None, None)
-
-    def start(grid: int, stream: int, values: Values) -> None:
-        whole = placed(args, places, values)
-        launch(grid, 1, 1, stream, function, *before, *whole)
-
-    return start
-
-
-def _packed(compiled: Any, args: Sequence[Any], places: Sequence[int]) -> Direct:
-    launcher, function = compiled.run, compiled.function
-    launch = launcher.launch
-    how = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    kinds = (launcher.arg_annotations, launcher.kernel_signature)
-    metadata = compiled.packed_metadata
-    before = (*how, metadata, None, None, None, None, None, *kinds)
-
-    def start(grid: int, stream: int, values: Values) -> None:
-        whole = placed(args, places, values)
-        launch(grid, 1, 1, stream, function, *before, whole)
+        rest = (whole,) if packed else whole
+        launch(grid, 1, 1, stream, function, *before, *rest)
 
     return start
 

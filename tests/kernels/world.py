@@ -114,8 +114,11 @@ class World:
         self.tables = torch.stack(tables).to(self.device)
         self.token_map = poisoned((number + 1, MAX_TOKENS), torch.int32, self.device)
 
-    def step(self, *spans, limit=CAPTURE_ROWS, start=0):
-        """One step; spans are (name of the request, tokens), in the batch's order."""
+    def step(self, *spans, limit=None, start=0):
+        """One step; spans are (name of the request, tokens), in the batch's order.
+
+        At most `limit` rows are captured, by default all that there is room for.
+        """
         where = [
             (name, self.requests[name].done + i)
             for name, count in spans
@@ -136,7 +139,7 @@ class World:
             len(spans),
             spares,
             start,
-            limit,
+            len(self.work.capture) if limit is None else limit,
         )
         value = torch.full((spares, self.bank.shape[1]), torch.nan).to(self.bank)
         for token, (name, position) in enumerate(where):
