@@ -1,18 +1,22 @@
 """`eyesplice bench`: every case a command; several may follow one another."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from eyesplice.benchmarks import cli_steps
 from eyesplice.benchmarks.case_chain import CaseChain
-from eyesplice.integration.cli.launch import CommandError, require_engine
-
-_SHARED: Final = "eyesplice.bench"
-
+from eyesplice.benchmarks.cli_options import (
+    SHARED,
+    Batches,
+    arguments,
+    bench_of,
+    numbers,
+    refusals,
+)
+from eyesplice.integration.cli.launch import CommandError
 
 app = typer.Typer(
     cls=CaseChain,
@@ -28,11 +32,6 @@ share stand before the first CASE: `eyesplice bench --model FOLDER layers memory
 Cases of one chain share a pair of engines; its start takes about 110 s on an H200, cold.
 """,
 )
-
-
-def bench_of(context: typer.Context) -> Any:
-    """The `Bench` that all cases of a chain share."""
-    return context.find_root().meta[_SHARED]
 
 
 @app.callback()
@@ -70,40 +69,8 @@ def _shared(
             engine=arguments(engine),
             console=Console(width=140),
         )
-    context.find_root().meta[_SHARED] = bench
+    context.find_root().meta[SHARED] = bench
     context.call_on_close(bench.close)
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` in a JSON object."""
-    import json
-
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"--engine {text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CommandError(
-            f"--engine {text!r} is not a JSON object: write '{{\"max_num_seqs\": 64}}'"
-        )
-    return found
-
-
-@contextmanager
-def refusals(*, engine: bool = True) -> Iterator[None]:
-    """Tell a refusal in its own words.
-
-    Args:
-        engine: whether vLLM must be installed.
-    """
-    from eyesplice.benchmarks.records import Refused
-
-    if engine:
-        require_engine()
-    try:
-        yield
-    except (Refused, OSError, RuntimeError, ValueError) as error:
-        raise CommandError(str(error)) from error
 
 
 @app.command("serve")
@@ -174,26 +141,6 @@ def serve_command(
         serve.print_record(record, bench.console)
 
 
-Batches = Annotated[str, typer.Option(help="Requests of a batch, comma-separated.")]
-Steps = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Tokens of each request; decode steps after the 8th count."
-    ),
-]
-
-
-def numbers(text: str) -> list[int]:
-    """The numbers of a comma-separated list, all of them at least 1."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise CommandError(f"{text!r} is not a list of numbers: write 1,8,64") from None
-    if min(found) < 1:
-        raise CommandError(f"{text!r} holds a number below 1: write 1,8,64")
-    return found
-
-
 @app.command("kernel")
 def kernel_command(
     context: typer.Context,
@@ -223,56 +170,7 @@ def kernel_command(
             )
 
 
-@app.command("decode")
-def decode_command(
-    context: typer.Context, batches: Batches = "1,8,64,256", steps: Steps = 96
-) -> None:
-    """Decode step: vanilla, idle, and vectors at one layer and at every boundary.
-
-    On an H200, 8B shape: 0.7 s per case, round and batch (1.3 s at batch 256); with the
-    defaults 120 s and a start.
-    """
-    from eyesplice.benchmarks import decode
-
-    with refusals():
-        decode.run(bench_of(context), numbers(batches), steps)
-
-
-@app.command("configs")
-def configs_command(
-    context: typer.Context,
-    batch: Annotated[int, typer.Option(min=1, help="Requests of the batch.")] = 256,
-    steps: Steps = 96,
-    programs: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of distinct programs, comma-separated; none above BATCH."
-        ),
-    ] = "1,16,64,256",
-) -> None:
-    """0 to 256 distinct programs in one batch, at one layer and at all.
-
-    On an H200, Qwen2-1.5B shape: about 1.2 s per case and round, so 100 s and a start.
-    """
-    from eyesplice.benchmarks import configs
-
-    with refusals():
-        configs.run(bench_of(context), batch, steps, numbers(programs))
-
-
-@app.command("layers")
-def layers_command(
-    context: typer.Context, batches: Batches = "8,256", steps: Steps = 96
-) -> None:
-    """One vector at 1, 4, 16 and all layers.
-
-    On an H200, 8B shape: 0.7 s per case and round (1.3 s at batch 256), so 90 s with the
-    defaults, and a start.
-    """
-    from eyesplice.benchmarks import layers
-
-    with refusals():
-        layers.run(bench_of(context), numbers(batches), steps)
+cli_steps.add_to(app)
 
 
 @app.command("trace")

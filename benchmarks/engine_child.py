@@ -242,6 +242,13 @@ def prefill(
     return {"seconds": seconds, "rows": rows, "errors": errors}
 
 
+def cycles(llm: Any, **command: Any) -> Any:
+    """Seconds of steps that hold prompts, see `prompts_child`."""
+    from eyesplice.benchmarks import prompts_child
+
+    return prompts_child.cycles(llm, **command)
+
+
 def hooks(llm: Any, **command: Any) -> Any:
     """Seconds of eyesplice's hooks, see `host_child`."""
     from eyesplice.benchmarks.host_child import hook_seconds
@@ -270,6 +277,7 @@ _COMMANDS: Final[dict[str, Callable[..., Any]]] = {
     "generate": generate,
     "decode": decode,
     "prefill": prefill,
+    "cycles": cycles,
     "hooks": hooks,
     "calls": calls,
     "kernels": kernels,

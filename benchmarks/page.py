@@ -13,6 +13,8 @@ from eyesplice.benchmarks.host import COUNTS
 from eyesplice.benchmarks.intervals import percent
 from eyesplice.benchmarks.memory import SUMS
 from eyesplice.benchmarks.pairs import VANILLA, cell
+from eyesplice.benchmarks.prompts import CLOCKS
+from eyesplice.benchmarks.prompts_child import STEPS
 from eyesplice.benchmarks.serve import METRICS, rows_of
 from eyesplice.benchmarks.startup import ENGINES, seconds_of, warm
 
@@ -123,22 +125,30 @@ def by_batch(record: Record) -> dict[str, Any]:
     return dict(sorted(record["results"].items(), key=lambda item: int(item[0])))
 
 
-def _steps(record: Record) -> list[str]:
+def _steps(
+    record: Record, clocks: Mapping[str, str] = _CLOCKS, across: str = "batch"
+) -> list[str]:
     results = by_batch(record)
     cases = next(iter(results.values()))
     lines: list[str] = []
-    for clock, name in _CLOCKS.items():
+    for clock, name in clocks.items():
         if any(
             not _timed(rows[case][clock]) for rows in results.values() for case in rows
         ):
             continue
-        head = [f"ms, {name}", *(f"batch {batch}" for batch in results)]
+        head = [f"ms, {name}", *(f"{across} {value}" for value in results)]
         rows = [
             [case, *(_ratio(case, results[batch][case][clock]) for batch in results)]
             for case in cases
         ]
         lines += ["", *table(head, rows)] if lines else table(head, rows)
     return lines
+
+
+def _prompts(record: Record) -> list[str]:
+    beside = f"A cycle is {STEPS} steps, of which one holds a new prompt, beside "
+    about = f"{beside}{record['batch']} requests that decode."
+    return [about, "", *_steps(record, CLOCKS, "prompt of")]
 
 
 def _timed(found: Record | None) -> bool:
@@ -267,6 +277,7 @@ def _peers(record: Record) -> list[str]:
 
 _SECTIONS: Final[dict[str, Callable[[Record], list[str]]]] = {
     **dict.fromkeys(_STEPS, _steps),
+    "prompts": _prompts,
     "serve": _serve,
     "kernel": _kernel,
     "memory": _memory,

@@ -181,7 +181,7 @@ def run_steps(
         record["results"][str(batch)] = measure(bench, pair, cases, batch, steps)
         bench.write(case, record)
     title = f"decode step, {bench.require_model().name}"
-    print_steps(bench.console, title, record["results"])
+    print_tables(bench.console, title, record["results"])
     return record
 
 
@@ -212,18 +212,30 @@ def compared(values: Sequence[float], base: Sequence[float]) -> dict[str, Any] |
     }
 
 
-def print_steps(
-    console: Console, title: str, results: Mapping[str, Mapping[str, Any]]
+def print_tables(
+    console: Console,
+    title: str,
+    results: Mapping[str, Mapping[str, Any]],
+    clocks: Mapping[str, str] = _CLOCKS,
+    across: str = "batch",
 ) -> None:
-    """A table for each clock: cases down, batches across."""
+    """A table for each clock: cases down, what is varied across.
+
+    Args:
+        console: to print to.
+        title: of every table.
+        results: what `compared` gives, by column, case and clock.
+        clocks: their names in the title.
+        across: what stands before each column's value.
+    """
     cases = next(iter(results.values()))
-    for clock, clock_name in _CLOCKS.items():
+    for clock, clock_name in clocks.items():
         if any(rows[VANILLA][clock] is None for rows in results.values()):
             continue
         table = Table(title=f"{title}, {clock_name}: ms (to vanilla, 95% interval)")
         table.add_column("case")
-        for batch in results:
-            table.add_column(f"batch {batch}", justify="right")
+        for value in results:
+            table.add_column(f"{across} {value}", justify="right")
         for name in cases:
             found = [rows[name][clock] for rows in results.values()]
             table.add_row(name, *(cell(name, f"{of['ms']:.3f}", of) for of in found))

@@ -2,15 +2,17 @@
 
 Where a tensor lies decides how fast a kernel reads it. Two starts of vanilla vLLM on an
 H200 differ by up to 1% of a step, in GEMMs and attention that have the same binaries and
-sizes; what eyesplice costs is less. An engine that borrows lets go of its own weights and
-cache and maps the lender's (CUDA IPC), so that a pair differs in what is compared only.
+sizes; what eyesplice costs is less. An engine that borrows maps the lender's weights and
+cache (CUDA IPC) instead of its own, so that a pair differs in what is compared only. It
+allocates none of what is large, so a model needs room once: it loads into the lender's
+memory, by the same loader the same values.
 """
 
 import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from eyesplice.benchmarks.lending import FOLDER, ROLE
 
 _LARGE: Final = 1 << 20
+_DEVICES: Final = ("cuda",)
 _WAIT: Final = 600.0
 
 
@@ -40,6 +43,8 @@ class Memory:
         self._lends = lends
         self._rank = rank
         self._lent: list[Tensor] = []
+        self._made: list[tuple[int, int]] = []
+        self._theirs: dict[str, Tensor] | None = None
         self.num_bytes = 0
         self.failed: str | None = None
 
@@ -48,6 +53,56 @@ class Memory:
         """As `lending.variables` say."""
         folder, role = os.environ[FOLDER], os.environ[ROLE]
         return cls(Path(folder), lends=role == "lend", rank=rank)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, the large tensors that a borrower allocates for weights are lent.
+
+        The lender notes the order in which it allocates; the borrower, whose loader
+        allocates in the same order, waits until all of the lender's are loaded.
+        """
+        allocate = torch.empty
+        order: Iterator[str | None] | None = None
+
+        def empty(*size: Any, **options: Any) -> Tensor:
+            nonlocal order
+            plan = _planned(allocate, size, options)
+            if plan is None or plan.nbytes < _LARGE:
+                return allocate(*size, **options)
+            if self._lends:
+                made = allocate(*size, **options)
+                self._made.append((made.data_ptr(), made.nbytes))
+                return made
+            if order is None:
+                order = self._order()
+            theirs = (self._theirs or {}).get(next(order, None) or "")
+            if theirs is None or not _laid_out_alike(plan, theirs):
+                return allocate(*size, **options)
+            return theirs.detach()
+
+        torch.empty = empty  # Put back below.
+        try:
+            yield
+        finally:
+            torch.empty = allocate
+
+    def _order(self) -> Iterator[str | None]:
+        """Names of the lender's weights as they were allocated; None for other tensors."""
+        try:
+            self._theirs = dict(self._borrowed("weights"))
+        except RuntimeError as error:
+            self.failed = str(error)
+            return iter(())
+        names: list[str | None] = json.loads(self._file("order").read_text())
+        return iter(names)
+
+    def _note_order(self, own: Mapping[str, Tensor]) -> None:
+        names = {
+            (tensor.data_ptr(), tensor.nbytes): name for name, tensor in own.items()
+        }
+        # An address that was let go and given out again is the last one's.
+        found = [names.pop(place, None) for place in reversed(self._made)]
+        self._file("order").write_text(json.dumps(found[::-1]))
 
     def weights(self, model: nn.Module) -> None:
         """Lend the model's parameters and buffers, or take the lender's.
@@ -61,12 +116,13 @@ class Memory:
         found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         own = {name: t.data for name, t in found.items() if _on_gpu(t)}
         if self._lends:
+            self._note_order(own)
             self._lend("weights", list(own.items()))
             return
-        try:
-            theirs = dict(self._borrowed("weights"))
-        except RuntimeError as error:
-            self.failed = str(error)
+        if self._theirs is None:
+            self._order()
+        theirs, self._theirs = self._theirs, None
+        if theirs is None:
             return
         if theirs.keys() != own.keys():
             raise ValueError(f"other weights: {sorted(theirs.keys() ^ own.keys())}")
@@ -147,12 +203,28 @@ def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def _planned(
+    allocate: Callable[..., Tensor], size: Any, options: Mapping[str, Any]
+) -> Tensor | None:
+    """The tensor that would be made, without memory; None for one off the GPU."""
+    device = torch.device(options.get("device") or torch.get_default_device())
+    if device.type not in _DEVICES or "out" in options:
+        return None
+    return allocate(*size, **{**options, "device": "meta", "pin_memory": False})
+
+
 def _alike(one: Tensor, other: Tensor) -> bool:
+    return _laid_out_alike(one, other) and _equal_bits(one, other)
+
+
+def _laid_out_alike(one: Tensor, other: Tensor) -> bool:
     same = one.shape == other.shape and one.stride() == other.stride()
-    return same and one.dtype == other.dtype and _equal_bits(one, other)
+    return same and one.dtype == other.dtype
 
 
 def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    if one.data_ptr() == other.data_ptr():
+        return True
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     kind = bits.get(one.element_size())
     if kind is None or one.dtype.is_complex:

@@ -12,8 +12,9 @@ class SharedWorker(Worker):  # type: ignore[misc]  # vLLM is not typed here
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load, and then lend or borrow."""
-        super().load_model(*args, **kwargs)
         self.shared_memory = Memory.of_environment(self.rank)
+        with self.shared_memory.loading():
+            super().load_model(*args, **kwargs)
         self.shared_memory.weights(self.model_runner.get_model())
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from eyesplice.benchmarks import (
     layers,
     memory,
     peers,
+    prompts,
     serve,
     startup,
     trace,
@@ -97,6 +98,19 @@ def test_decode(bench: Bench) -> None:
             assert len(case["wall"]["all_ms"]) == 2 and case["wall"]["ms"] > 0
             assert case["device"] is None
     assert "all boundaries, 4 vectors" in printed(bench)
+
+
+def test_prompts(bench: Bench) -> None:
+    prompts.run(bench, [40], 3, 4)
+    found = record(bench, "prompts")
+    assert found["batch"] == 3 and set(found["results"]) == {"40"}
+    cases = found["results"]["40"]
+    assert list(cases)[:2] == ["vanilla", "idle"] and len(cases) == 5
+    for case in cases.values():
+        # The step with the prompt is one of the cycle's.
+        assert 0 < case["host"]["ms"] < case["wall"]["ms"]
+        assert len(case["wall"]["all_ms"]) == 2
+    assert "prompt of 40" in printed(bench)
 
 
 def test_configs(bench: Bench) -> None:

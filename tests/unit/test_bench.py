@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from eyesplice.benchmarks import (
     batches,
-    cli,
+    cli_options,
     configs,
     decode,
     host,
@@ -29,6 +29,7 @@ from eyesplice.benchmarks import (
     page,
     pairs,
     plots,
+    prompts,
     serve,
     startup,
     trace,
@@ -283,11 +284,40 @@ def test_a_printed_step_of_vanilla_has_no_ratio() -> None:
     found = pairs.compared([0.002, 0.002], [0.001, 0.001])
     base = pairs.compared([0.001, 0.001], [0.001, 0.001])
     rows = {"vanilla": {"wall": base, "device": None}, "idle": {"wall": found}}
-    pairs.print_steps(Console(file=output, width=140), "steps", {"1": rows})
+    pairs.print_tables(Console(file=output, width=140), "steps", {"1": rows})
     lines = output.getvalue().splitlines()
     assert [line.split()[3:-1] for line in lines if "vanilla │" in line] == [["1.000"]]
     assert any("2.000 (+100.00% [+100.00, +100.00])" in line for line in lines)
     assert "CUDA graph" not in output.getvalue()
+
+
+class Cycling:
+    """An engine whose cycles take so long, of which writes act on some prompts."""
+
+    def __init__(self, seconds: float, acted: int = 2, steps: int = 2) -> None:
+        self.answer = {"seconds": [seconds] * 2, "host_seconds": [seconds / 4] * steps}
+        self.answer["acted"] = acted
+
+    def ask(self, kind: str, **command: Any) -> Any:
+        assert kind == "cycles" and command["cycles"] == 2
+        asked = command["extra_args"]
+        return self.answer | ({} if asked else {"acted": 0})
+
+
+def test_steps_with_prompts_are_compared_round_by_round(tmp_path: Path) -> None:
+    bench = Bench(out=tmp_path, console=Console(file=StringIO()), rounds=3)
+    cases = {"vanilla": None, "idle": [], "one": {"writes": []}}
+    pair = Pair(Cycling(0.004), Cycling(0.005))
+    found = prompts._measure(bench, pair, cases, 512, 4, 2)
+    assert found["idle"]["wall"]["ms"] == pytest.approx(5.0)
+    assert found["one"]["host"]["ratio"] == pytest.approx(1.25)
+    assert found["vanilla"]["host"]["all_ms"] == pytest.approx([1.0] * 3)
+    for refused, words in (
+        (Cycling(1.0, acted=1), "writes acted on 1 of 2 prompts of the case one"),
+        (Cycling(1.0, steps=4), "2 prompts of 512 tokens took 4 steps"),
+    ):
+        with pytest.raises(Refused, match=words):
+            prompts._measure(bench, Pair(Cycling(1.0), refused), cases, 512, 4, 2)
 
 
 def test_a_program_each_needs_a_vector_each(tmp_path: Path) -> None:
@@ -579,7 +609,7 @@ def test_options_of_a_later_case_are_read_before_the_first_one_runs(
     ran: list[Any] = []
     monkeypatch.setattr(decode, "run", lambda *args: ran.append(args))
     monkeypatch.setattr(layers, "run", lambda *args: ran.append(args))
-    monkeypatch.setattr(cli, "require_engine", lambda: None)
+    monkeypatch.setattr(cli_options, "require_engine", lambda: None)
     words = ["bench", "--out", str(tmp_path), "decode", "layers"]
     wrong = CliRunner().invoke(app, [*words, "--no-such-option", "1"])
     assert wrong.exit_code == 2 and not ran
@@ -602,7 +632,7 @@ def test_options_of_a_later_case_are_read_before_the_first_one_runs(
 def test_a_wrong_option_is_named(
     words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "require_engine", lambda: None)
+    monkeypatch.setattr(cli_options, "require_engine", lambda: None)
     done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path), *words])
     assert done.exit_code, done.output
     assert told in " ".join(done.output.split())

@@ -57,6 +57,67 @@ def test_weights_and_buffers_are_the_lenders(pair):
     assert isinstance(mine.weight, nn.Parameter)
 
 
+def loaded(side, *, spare=0, size=SIZE):
+    """A large and a small weight, with allocations in between that are not kept."""
+    with side.loading():
+        module = nn.Module()
+        for _ in range(spare):
+            torch.empty(SIZE)
+        module.large = nn.Parameter(torch.empty(2, size, dtype=torch.bfloat16))
+        module.small = nn.Parameter(torch.empty(8))
+        module.last = nn.Parameter(torch.empty((size,), dtype=torch.float32))
+    before = pointers(module)
+    for number, parameter in enumerate(module.parameters()):
+        nn.init.constant_(parameter, number)
+    side.weights(module)
+    return module, before
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """This machine's memory is taken for a GPU's."""
+    monkeypatch.setattr(shared_memory, "_DEVICES", ("cpu",))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("spare", [0, 2])
+def test_a_borrower_loads_into_the_lenders_memory(pair, spare):
+    lender, borrower = pair
+    theirs, _ = loaded(lender, spare=spare)
+    mine, allocated = loaded(borrower, spare=spare)
+    large, small, last = pointers(theirs)
+    assert allocated[0] == large and allocated[2] == last and allocated[1] != small
+    assert pointers(mine) == [large, small, last]
+    assert [p.flatten()[0].item() for p in theirs.parameters()] == [0, 1, 2]
+    assert borrower.num_bytes == 4 * SIZE + 8 * 4 + 4 * SIZE
+
+
+@pytest.mark.usefixtures("here")
+def test_weights_of_other_sizes_are_not_loaded_into_the_lenders_memory(pair):
+    lender, borrower = pair
+    loaded(lender)
+    with pytest.raises(ValueError, match="the weight large is not the lender's"):
+        loaded(borrower, size=2 * SIZE)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_borrower_that_may_not_map_loads_its_own(pair, monkeypatch):
+    lender, borrower = pair
+    monkeypatch.setattr(shared_memory, "handle", lambda tensor: (refused, (0,)))
+    theirs, _ = loaded(lender)
+    mine, before = loaded(borrower)
+    assert pointers(mine) == before != pointers(theirs)
+    assert borrower.failed == "no mapping here" and borrower.num_bytes == 0
+
+
+def test_what_lies_elsewhere_is_allocated_as_ever(pair):
+    empty = torch.empty
+    with pair[1].loading():
+        assert torch.empty is not empty
+        assert torch.empty(SIZE).device.type == "cpu"
+    assert torch.empty is empty
+
+
 def test_not_a_number_is_equal_to_itself(pair):
     lender, borrower = pair
     lender.weights(model(torch.nan))
