@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from eyesplice.benchmarks.lending import FOLDER, ROLE
 
@@ -61,30 +62,26 @@ class Memory:
         The lender notes the order in which it allocates; the borrower, whose loader
         allocates in the same order, waits until all of the lender's are loaded.
         """
-        allocate = torch.empty
         order: Iterator[str | None] | None = None
 
         def empty(*size: Any, **options: Any) -> Tensor:
             nonlocal order
-            plan = _planned(allocate, size, options)
+            plan = _planned(size, options)
             if plan is None or plan.nbytes < _LARGE:
-                return allocate(*size, **options)
+                return torch.empty(*size, **options)
             if self._lends:
-                made = allocate(*size, **options)
+                made = torch.empty(*size, **options)
                 self._made.append((made.data_ptr(), made.nbytes))
                 return made
             if order is None:
                 order = self._order()
             theirs = (self._theirs or {}).get(next(order, None) or "")
             if theirs is None or not _laid_out_alike(plan, theirs):
-                return allocate(*size, **options)
+                return torch.empty(*size, **options)
             return theirs.detach()
 
-        torch.empty = empty  # Put back below.
-        try:
+        with _Instead(torch.empty, empty):
             yield
-        finally:
-            torch.empty = allocate
 
     def _order(self) -> Iterator[str | None]:
         """Names of the lender's weights as they were allocated; None for other tensors."""
@@ -138,16 +135,16 @@ class Memory:
     @contextmanager
     def cache(self) -> Iterator[None]:
         """Inside, the large tensors of bytes that the engine allocates are shared."""
-        allocate, made = torch.zeros, []
+        made: list[tuple[str, Tensor]] = []
         borrows = not self._lends and self.failed is None
         theirs = iter(self._borrowed("cache")) if borrows else None
 
         def zeros(*size: Any, **options: Any) -> Tensor:
             wanted = options.get("dtype") is torch.int8 and _count(size) >= _LARGE
             if not wanted:
-                return allocate(*size, **options)
+                return torch.zeros(*size, **options)
             if theirs is None:
-                made.append(("", allocate(*size, **options)))
+                made.append(("", torch.zeros(*size, **options)))
                 return made[-1][1]
             tensor = next(theirs)[1]
             if tensor.numel() != _count(size):
@@ -155,11 +152,8 @@ class Memory:
             self.num_bytes += tensor.nbytes
             return tensor.view(torch.Size(size[0]) if _listed(size) else size)
 
-        torch.zeros = zeros  # Put back below.
-        try:
+        with _Instead(torch.zeros, zeros):
             yield
-        finally:
-            torch.zeros = allocate
         if self._lends:
             self._lend("cache", made)
 
@@ -191,6 +185,26 @@ class Memory:
             self._file("borrowed").write_text(json.dumps(found))
 
 
+class _Instead(TorchFunctionMode):
+    """Inside, one function of torch is called as another; in that one it is itself.
+
+    torch remembers its functions that make tensors as it finds them at first, so they
+    may not be replaced in its module: `with torch.device(...)` would go past them.
+    """
+
+    def __init__(self, function: Any, other: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+        self._other = other
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The other's result for the function, and what it gives itself for any other."""
+        called = self._other if func is self._function else func
+        return called(*args, **(kwargs or {}))
+
+
 def handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """What another process makes the same tensor of."""
     from torch.multiprocessing.reductions import reduce_tensor
@@ -203,14 +217,12 @@ def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _planned(
-    allocate: Callable[..., Tensor], size: Any, options: Mapping[str, Any]
-) -> Tensor | None:
+def _planned(size: Any, options: Mapping[str, Any]) -> Tensor | None:
     """The tensor that would be made, without memory; None for one off the GPU."""
     device = torch.device(options.get("device") or torch.get_default_device())
     if device.type not in _DEVICES or "out" in options:
         return None
-    return allocate(*size, **{**options, "device": "meta", "pin_memory": False})
+    return torch.empty(*size, **{**options, "device": "meta", "pin_memory": False})
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -1,5 +1,8 @@
 """Two sides of a pair's memory in one process, by handles that need no device."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -111,11 +114,36 @@ def test_a_borrower_that_may_not_map_loads_its_own(pair, monkeypatch):
 
 
 def test_what_lies_elsewhere_is_allocated_as_ever(pair):
-    empty = torch.empty
     with pair[1].loading():
-        assert torch.empty is not empty
         assert torch.empty(SIZE).device.type == "cpu"
-    assert torch.empty is empty
+
+
+_IN_A_NEW_PROCESS = """
+import torch
+from eyesplice.benchmarks import shared_memory
+from eyesplice.benchmarks.shared_memory import Memory
+shared_memory._DEVICES = ("meta",)
+side = Memory({folder!r}, lends=True, rank=0)
+with side.loading(), torch.device("meta"):
+    assert torch.empty(1 << 20).is_meta
+assert len(side._made) == 1
+with side.cache():
+    with torch.device("meta"):
+        assert torch.zeros(4).is_meta
+    side._lends = False
+with torch.device("meta"):
+    assert torch.empty(4).is_meta and torch.zeros(4).is_meta
+assert not torch.empty(4).is_meta
+"""
+
+
+def test_the_first_device_of_a_process_is_kept(tmp_path):
+    """torch looks its functions up when the first `with torch.device(...)` calls one."""
+    script = _IN_A_NEW_PROCESS.format(folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_not_a_number_is_equal_to_itself(pair):
