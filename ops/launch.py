@@ -35,8 +35,11 @@ REGISTERS: Final = 65536
 EARLY_ROWS: Final = 32
 """Rows up to which a boundary starts while the kernel before still runs."""
 
-_VALUES: Final = ("p_stream", "p_branch", "p_pending", "p_weight", "p_normed")
-"""What changes from one launch of a boundary to the next, at one place."""
+TABLES: Final = ("p_token_map", "p_select", "p_program")
+"""What changes from one place of the ops to the next, `SiteTables.addresses`."""
+
+_VALUES: Final = ("p_stream", "p_branch", "p_pending", "p_weight", "p_normed", *TABLES)
+"""What changes from one launch of a boundary to the next."""
 
 
 class Launch(NamedTuple):
@@ -142,8 +145,8 @@ def boundary_(
         round_before_weight: round the normed value to the weight's dtype before the
             product, as eager torch does. Inductor leaves that rounding out.
         launch: launch parameters; chosen from the shape if None.
-        keeps: gets the launch, in which stream, branch, pending, weight and the result
-            may change.
+        keeps: gets the launch, in which stream, branch, pending, weight, the result and
+            TABLES may change.
         ahead: launch nothing, but queue the compilation of what would be launched.
 
     Raises:
@@ -231,7 +234,7 @@ def inline_(
     Args:
         value: rows may be apart, elements of a row may not.
         stage, token_map, select, program, bank, work, families: as there.
-        keeps: gets the launch, in which the value may change.
+        keeps: gets the launch, in which the value and TABLES may change.
         ahead: as in `boundary_`.
 
     Raises:
@@ -270,7 +273,7 @@ def inline_(
         num_tokens,
         args,
         options,
-        varying=("p_value",),
+        varying=("p_value", *TABLES),
         keeps=keeps,
         ahead=ahead,
     )

@@ -33,7 +33,8 @@ def custom_gain(
 
     Args:
         value, token_map, select, program, work: as there.
-        keeps: gets the launch, in which the result and the number of tokens may change.
+        keeps: gets the launch, in which the result, the tables that differ from place
+            to place, and the number of tokens may change.
         ahead: as in `launch.boundary_`.
 
     Raises:
@@ -60,7 +61,7 @@ def custom_gain(
         instances(num_tokens),
         args,
         options,
-        varying=("p_gain", "num_tokens"),
+        varying=("p_gain", "p_token_map", "p_select", "p_program", "num_tokens"),
         keeps=keeps,
         ahead=ahead,
     )

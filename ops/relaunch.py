@@ -18,9 +18,7 @@ from torch import Tensor
 
 from eyesplice.ops import background
 from eyesplice.ops.direct_launch import Values, direct, placed
-
-ALIGNED: Final = 16
-"""Bytes; Triton compiles a kernel of its own for pointers that are not."""
+from eyesplice.ops.site_tables import ALIGNED
 
 _MOST: Final = 64
 """Launches kept of one site. More than a few mean that something always differs."""

@@ -3,12 +3,16 @@
 A compiled graph hands every tensor that an op takes through each of its pieces, in Python
 and at every step that no CUDA graph holds whole. So an op of the graph takes one tensor,
 its program table, and finds the others here, with the launches that were kept for them.
+
+The layers of a model take their turns, each once a step, and by the next step what only
+one of them looks at has left the processor's caches. So launches are kept once for all
+tables that differ by addresses alone, and what is one table's own is as little as can be.
 """
 
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -24,6 +28,8 @@ class SiteTables:
         work: the tensors of `layout.WORK`.
         room: tokens that both maps have room for.
         max_tokens: of the largest step, the map's.
+        addresses: of the map, of `select` and of the program table, the arguments of
+            a kept launch that are another table's at another place.
         launches: kept launches of kernels on these tables, by all that decides them.
     """
 
@@ -33,6 +39,7 @@ class SiteTables:
     work: list[Tensor]
     room: int = field(init=False)
     max_tokens: int = field(init=False)
+    addresses: tuple[int, int, int] = field(init=False, default=(0, 0, 0))
     launches: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -46,8 +53,21 @@ class SiteTables:
         """(token_map, select, program, bank, work), as `reference.boundary_` takes them."""
         return self.token_map, self.select, program, self.bank, self.work
 
+    def likeness(self, program: Tensor) -> Hashable:
+        """Equal for tables whose launches differ in `addresses` alone."""
+        return (
+            tuple(address % ALIGNED == 0 for address in self.addresses),
+            (program.dtype, program.shape, program.stride()),
+            (self.room, self.max_tokens, self.bank.dtype, self.bank.stride()),
+            *((t.data_ptr(), t.stride()) for t in (self.select, self.bank, *self.work)),
+        )
 
-_FOUND: dict[int, SiteTables] = {}
+
+ALIGNED: Final = 16
+"""Bytes; Triton compiles a kernel of its own for pointers that are not."""
+
+FOUND: Final[dict[int, SiteTables]] = {}
+"""Tables by the address of their program table: what `tables_of` looks in."""
 
 
 def open_tables(owner: object, sites: Iterable[tuple[Tensor, SiteTables]]) -> None:
@@ -57,16 +77,24 @@ def open_tables(owner: object, sites: Iterable[tuple[Tensor, SiteTables]]) -> No
         owner: whatever holds the tables; it must take weak references.
         sites: program tables, none of them empty, each with what belongs to it.
     """
-    opened = {program.data_ptr(): tables for program, tables in sites}
-    _FOUND.update(opened)
+    opened: dict[int, SiteTables] = {}
+    launches: dict[Hashable, dict[Hashable, Any]] = {}
+    for program, tables in sites:
+        address = program.data_ptr()
+        opened[address] = tables
+        maps = tables.token_map.data_ptr(), tables.select.data_ptr()
+        tables.addresses = (*maps, address)
+        alike = tables.likeness(program)
+        tables.launches = launches.setdefault(alike, tables.launches)
+    FOUND.update(opened)
     weakref.finalize(owner, _close, opened).atexit = False
 
 
 def _close(opened: dict[int, SiteTables]) -> None:
     for address, tables in opened.items():
         # Another engine's tables may lie there by now.
-        if _FOUND.get(address) is tables:
-            del _FOUND[address]
+        if FOUND.get(address) is tables:
+            del FOUND[address]
 
 
 def tables_of(program: Tensor) -> SiteTables:
@@ -75,7 +103,7 @@ def tables_of(program: Tensor) -> SiteTables:
     Raises:
         ValueError: nobody opened it, or its owner has gone.
     """
-    found = _FOUND.get(program.data_ptr())
+    found = FOUND.get(program.data_ptr())
     if found is None:
         raise ValueError(
             f"program: a table {tuple(program.shape)} at {program.data_ptr():#x} that "

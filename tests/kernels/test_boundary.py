@@ -421,6 +421,32 @@ def test_a_captured_launch_reads_the_tables_at_replay():
     assert same_bits(normed, expected[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [8, 600])
+def test_a_launch_kept_for_one_table_runs_the_program_of_another(tokens):
+    """Layers share what is kept: only addresses are their own."""
+    case = random_case(tokens, 576, torch.bfloat16, seed=9, device="cuda")
+    expected, normed = run(case)
+    idle, plain = run(dataclasses.replace(case, program=torch.zeros_like(case.program)))
+    token_map, select, program, bank, work, families = case.tables
+    programs = torch.stack([torch.zeros_like(program), program])
+    maps = torch.stack([token_map, token_map])
+    sites = [
+        (one, SiteTables(words, select, bank, work))
+        for one, words in zip(programs, maps, strict=True)
+    ]
+    open_tables(case.program, sites)
+    assert sites[0][1].launches is sites[1][1].launches
+    for place, wanted in ((0, (idle, plain)), (1, (expected, normed))) * 2:
+        stream = case.stream.clone()
+        y = torch.ops.eyesplice.boundary_(
+            *(stream, case.branch, case.weight, case.weight_offset, case.eps),
+            *(programs[place], int(families)),
+        )
+        assert same_bits(stream, wanted[0]) and same_bits(y, wanted[1])
+
+
 @pytest.mark.parametrize(
     ("width", "tokens", "expected"),
     [

@@ -413,6 +413,99 @@ def test_tables_of_two_layers_take_turns(device):
         assert address(device.launches[0][1][place]) == layer.program.data_ptr()
 
 
+class Layers:
+    """The tables of some layers, which differ by where their maps and programs lie."""
+
+    def __init__(self, number=2, banks=1, gap=0) -> None:
+        self.programs = torch.zeros(number, 3, 4, WORDS, dtype=torch.int32)
+        self.maps = torch.zeros(number, MAX_TOKENS + gap, dtype=torch.int32)
+        self.select = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+        self.banks = [torch.zeros(4, HIDDEN) for _ in range(banks)]
+        self.weight = torch.ones(HIDDEN)
+        empty = empty_work(MAX_TOKENS, 3, 2, 4, HIDDEN, torch.float32, "cpu")
+        work = list(empty)
+        self.sites = [
+            SiteTables(words[:MAX_TOKENS], self.select, self.banks[n % banks], work)
+            for n, words in enumerate(self.maps)
+        ]
+        open_tables(self, zip(self.programs, self.sites, strict=True))
+
+    def calls(self, n, tokens):
+        """Each op of layer n, a call each."""
+        stream, branch = rows(tokens), rows(tokens)
+        own = self.programs[n], int(Family.ADD)
+        yield lambda: launch_graph.boundary_(
+            stream, branch, self.weight, 0.0, 1e-5, *own
+        )
+        yield lambda: launch_graph.inline_(stream, 1, *own)
+        yield lambda: launch_graph.custom_gain(stream, self.programs[n])
+
+
+@pytest.mark.parametrize("tokens", [4, 40, 500])
+def test_layers_share_what_is_kept_and_run_their_own_programs(
+    device, monkeypatch, tokens
+):
+    layers = Layers(3)
+    for call in layers.calls(0, tokens):
+        call()
+    with monkeypatch.context() as patch:
+        # The long way is closed to the other layers.
+        for module in (launch, launch_custom):
+            patch.setattr(module, "work_of", None)
+        for n in (1, 2, 0):
+            kernels = (
+                launch.boundary_kernel,
+                launch.inline_kernel,
+                launch_custom.custom_gain_kernel,
+            )
+            for call, kernel in zip(layers.calls(n, tokens), kernels, strict=True):
+                device.launches.clear()
+                call()
+                given = dict(zip(kernel.arg_names, device.launches[0][1], strict=False))
+                found = [
+                    address(given[name])
+                    for name in ("p_token_map", "p_select", "p_program")
+                ]
+                own = layers.maps[n], layers.select, layers.programs[n]
+                assert found == [tensor.data_ptr() for tensor in own]
+
+
+def test_a_step_of_another_size_takes_what_is_kept(device, monkeypatch):
+    """Only a form of its own is compiled: few sizes make one."""
+    layers = Layers()
+    for call in layers.calls(0, 40):
+        call()
+    kept = layers.sites[0].launches
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "work_of", None)
+        monkeypatch.setattr(launch_graph, "_MOST", len(kept) + 3)
+        for tokens in range(41, 60):
+            next(layers.calls(1, tokens))()
+            assert len(kept) <= launch_graph._MOST
+
+
+@pytest.mark.parametrize(("options", "shared"), [({"banks": 2}, 2), ({"gap": 3}, 2)])
+def test_layers_of_which_more_differs_keep_their_own(device, options, shared):
+    """Another bank, or an address for which Triton compiles a kernel of its own."""
+    layers = Layers(4, **options)
+    assert len({id(site.launches) for site in layers.sites}) >= shared
+    for n in (0, 1, 2, 3, 0, 1, 2, 3):
+        for call in layers.calls(n, 40):
+            device.launches.clear()
+            call()
+            given = device.launches[0][1]
+            _forget_sites(layers)
+            device.launches.clear()
+            call()
+            assert differing(given, device.launches[0][1]) <= 1
+
+
+def _forget_sites(layers) -> None:
+    _forget_launches()
+    for site in layers.sites:
+        site.launches.clear()
+
+
 @pytest.mark.parametrize("short", ["maps", "select"])
 def test_more_tokens_than_maps_are_refused_again(device, short):
     layer = Layer(**{short: 8})
