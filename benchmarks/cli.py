@@ -111,8 +111,9 @@ def serve_command(
     """vLLM's own `vllm bench serve`, seven apps on one server, vanilla on another.
 
     It takes one start (about 110 s on an H200, cold, both servers at once), 3 s per row to
-    check and warm up, and ROUNDS x (1 + rows) x (PROMPTS / RATE + 2) seconds. Rows of later
-    calls are merged into the same file, each naming its sitting.
+    check and warm up, and (2 + ROUNDS x (1 + rows)) x (PROMPTS / RATE + 2) seconds, since
+    each server first serves a run that does not count. Rows of later calls are merged into
+    the same file, each naming its sitting.
     """
     import shlex
 

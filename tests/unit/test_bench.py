@@ -291,6 +291,36 @@ def test_a_printed_step_of_vanilla_has_no_ratio() -> None:
     assert "CUDA graph" not in output.getvalue()
 
 
+def test_each_server_serves_a_run_that_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and at the rate: a burst has no steps of the sizes that it has."""
+    asked: list[tuple[str, int, float]] = []
+
+    def run(self: serve.Sitting, row: str, prompts: int, rate: float) -> Any:
+        asked.append((row, prompts, rate))
+        return dict.fromkeys(serve.METRICS, 1.0 + len(asked))
+
+    settings = serve.Settings(model=tmp_path, dataset=tmp_path, prompts=50, runs=2)
+    shallow = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 64}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shallow))
+    rows = {"idle": None, "cast": {}}
+    sitting = serve.Sitting(settings, tmp_path, rows, {}, None, {})
+    monkeypatch.setattr(serve.Sitting, "run", run)
+    passed = {"equal": 6, "prompts": 6, "acted": {}}
+    monkeypatch.setattr(serve, "check", lambda *_: passed)
+    console = Console(file=StringIO())
+    record = serve._measure(sitting, tmp_path / "serve.json", console)
+    burst, whole, counted = asked[:3], asked[3:5], asked[5:]
+    names = ["vanilla", "idle", "cast"]
+    assert burst == [(name, 32, float("inf")) for name in names]
+    assert whole == [("vanilla", 50, 10.0), ("idle", 50, 10.0)]
+    assert sorted(counted) == sorted((name, 50, 10.0) for name in names * 2)
+    values = record["rows"]["idle"]["metrics"]["mean_itl_ms"]["row"]["values"]
+    assert len(values) == 2 and min(values) > 6
+
+
 class Cycling:
     """An engine whose cycles take so long, of which writes act on some prompts."""
 
