@@ -3,8 +3,9 @@
 Engines stay up from one case to the next, so that a chain of cases pays for one start.
 """
 
+import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -194,6 +195,23 @@ class Bench:
         arguments["worker_cls"] = lending.WORKER
         lend, borrow = (lending.variables(folder, role) for role in ("lend", "borrow"))
         return lend, borrow
+
+    def turns(self, cases: Iterable[str], what: str = "") -> Iterator[tuple[int, str]]:
+        """(round, case): every case once a round, each round in another order.
+
+        The first round, -1, warms up. The end of each is printed.
+
+        Args:
+            cases: their names.
+            what: is measured, for the console.
+        """
+        before = f"{what}: " if what else ""
+        names = list(cases)
+        for number in range(-1, self.rounds):
+            order = names.copy()
+            random.Random(number).shuffle(order)
+            yield from ((number, name) for name in order)
+            self.console.print(f"{before}round {number + 1} of {self.rounds}")
 
     def write(self, case: str, record: Mapping[str, Any]) -> Path:
         """Write the record of a case as `CASE-MODEL.json`.

@@ -5,7 +5,6 @@ of them. A captured row is hidden x 2 bytes, so the second moves layers x hidden
 per token to the host: its engine has a ring with room for two steps of that.
 """
 
-import random
 import statistics
 from collections.abc import Mapping
 from typing import Any, Final
@@ -72,28 +71,24 @@ def _measure(
         # The last token that is generated is never put in.
         rows *= prompt_tokens + _TOKENS - 1
     seconds: dict[str, list[float]] = {case: [] for case in cases}
-    for number in range(-1, bench.rounds):
-        order = list(cases)
-        random.Random(number).shuffle(order)
-        for case in order:
-            engine = pair.vanilla if case == VANILLA else pair.spliced
-            answer = engine.ask(
-                "prefill",
-                prompts=prompts,
-                prompt_tokens=prompt_tokens,
-                max_tokens=_TOKENS,
-                extra_args=cases[case],
-                seed=number + 1,
+    for number, case in bench.turns(cases, name):
+        engine = pair.vanilla if case == VANILLA else pair.spliced
+        answer = engine.ask(
+            "prefill",
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            max_tokens=_TOKENS,
+            extra_args=cases[case],
+            seed=number + 1,
+        )
+        expected = rows if case == name else 0
+        if answer["rows"] != expected or answer["errors"]:
+            raise Refused(
+                f"no numbers: {answer['rows']} of {expected} rows were captured in "
+                f"the case {case}: {answer['errors']}"
             )
-            expected = rows if case == name else 0
-            if answer["rows"] != expected or answer["errors"]:
-                raise Refused(
-                    f"no numbers: {answer['rows']} of {expected} rows were captured in "
-                    f"the case {case}: {answer['errors']}"
-                )
-            if number >= 0:
-                seconds[case].append(answer["seconds"])
-        bench.console.print(f"{name}: round {number + 1} of {bench.rounds}")
+        if number >= 0:
+            seconds[case].append(answer["seconds"])
     return {
         case: {
             "tokens_per_second": prompts * prompt_tokens / statistics.median(of),

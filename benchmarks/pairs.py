@@ -93,6 +93,26 @@ def _steers(pair: Pair, layers: int) -> dict[str, Any]:
     return {"programs": _PROGRAMS, "steered": steered, "distinct": len(set(first))}
 
 
+def checked(bench: Bench, pair: Pair, **settings: Any) -> dict[str, Any]:
+    """A record without results yet, of a pair that passes the check.
+
+    Args:
+        bench: options.
+        pair: the engines.
+        settings: what else to note.
+
+    Raises:
+        Refused: see `check`.
+    """
+    return {
+        "check": check(pair, bench.shape().layers),
+        "engines": pair.ready(),
+        "rounds": bench.rounds,
+        **settings,
+        "results": {},
+    }
+
+
 def measure(
     bench: Bench,
     pair: Pair,
@@ -118,35 +138,31 @@ def measure(
     times: dict[str, dict[str, list[float]]] = {
         clock: {name: [] for name in cases} for clock in _CLOCKS
     }
-    for number in range(-1, bench.rounds):
-        order = list(cases)
-        random.Random(number).shuffle(order)
-        for name in order:
-            requests = cases[name]
-            engine = pair.vanilla if requests is None else pair.spliced
-            answer = engine.decode(
-                batch=batch,
-                prompt_tokens=prompt_tokens,
-                steps=steps,
-                extra_args=[extra_args(r) for r in requests or ()] or [None],
-                seed=1000 * batch + number,
-                name=f"{name}-{number}",
+    for number, name in bench.turns(cases, f"batch {batch}"):
+        requests = cases[name]
+        engine = pair.vanilla if requests is None else pair.spliced
+        answer = engine.decode(
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            steps=steps,
+            extra_args=[extra_args(r) for r in requests or ()] or [None],
+            seed=1000 * batch + number,
+            name=f"{name}-{number}",
+        )
+        if requests and answer["acted"] != batch:
+            raise Refused(
+                f"no numbers: writes acted on {answer['acted']} of {batch} requests "
+                f"of the case {name}"
             )
-            if requests and answer["acted"] != batch:
-                raise Refused(
-                    f"no numbers: writes acted on {answer['acted']} of {batch} requests "
-                    f"of the case {name}"
-                )
-            if not answer["seconds"]:
-                raise Refused(
-                    f"no numbers: {steps} tokens each hold no decode step of all {batch} "
-                    f"requests after the first {SETTLE}. Ask for more steps, or for a "
-                    "batch that the engine's max_num_seqs has room for"
-                )
-            if number >= 0:  # The first round warms up.
-                times["wall"][name].append(_median(answer["seconds"]))
-                times["device"][name].append(_median(answer["device_seconds"]))
-        bench.console.print(f"batch {batch}: round {number + 1} of {bench.rounds}")
+        if not answer["seconds"]:
+            raise Refused(
+                f"no numbers: {steps} tokens each hold no decode step of all {batch} "
+                f"requests after the first {SETTLE}. Ask for more steps, or for a "
+                "batch that the engine's max_num_seqs has room for"
+            )
+        if number >= 0:  # The first round warms up.
+            times["wall"][name].append(_median(answer["seconds"]))
+            times["device"][name].append(_median(answer["device_seconds"]))
     return {
         name: {clock: compared(of[name], of[VANILLA]) for clock, of in times.items()}
         | {"tokens_per_second": batch / statistics.median(times["wall"][name])}
@@ -170,13 +186,7 @@ def run_steps(
         Refused: a failed check.
     """
     pair = bench.pair()
-    record: dict[str, Any] = {
-        "check": check(pair, bench.shape().layers),
-        "engines": pair.ready(),
-        "rounds": bench.rounds,
-        "steps": steps,
-        "results": {},
-    }
+    record = checked(bench, pair, steps=steps)
     for batch in batches:
         record["results"][str(batch)] = measure(bench, pair, cases, batch, steps)
         bench.write(case, record)

@@ -226,25 +226,21 @@ def _measure(
     steps: int,
 ) -> dict[str, Any]:
     times: dict[str, list[float]] = {case: [] for case in cases}
-    for number in range(-1, bench.rounds):
-        order = list(cases)
-        random.Random(number).shuffle(order)
-        for case in order:
-            name, extra = cases[case]
-            seconds = [
-                engines[name].ask(
-                    "prefill",
-                    prompts=batch,
-                    prompt_tokens=_PROMPT,
-                    max_tokens=tokens,
-                    extra_args=extra,
-                    seed=number + 1,
-                )["seconds"]
-                for tokens in (1, steps + 1)
-            ]
-            if number >= 0:
-                times[case].append((seconds[1] - seconds[0]) / steps)
-        bench.console.print(f"round {number + 1} of {bench.rounds}")
+    for number, case in bench.turns(cases):
+        name, extra = cases[case]
+        seconds = [
+            engines[name].ask(
+                "prefill",
+                prompts=batch,
+                prompt_tokens=_PROMPT,
+                max_tokens=tokens,
+                extra_args=extra,
+                seed=number + 1,
+            )["seconds"]
+            for tokens in (1, steps + 1)
+        ]
+        if number >= 0:
+            times[case].append((seconds[1] - seconds[0]) / steps)
     return compared(times)
 
 

@@ -6,7 +6,6 @@ it costs in a decode step. A cycle is one step with a new prompt and the decode 
 it; it is timed whole by the wall clock, and the step with the prompt on the host.
 """
 
-import random
 import statistics
 from collections.abc import Sequence
 from typing import Any, Final
@@ -15,11 +14,12 @@ from eyesplice.benchmarks.bench import Bench, Pair
 from eyesplice.benchmarks.decode import cases_of
 from eyesplice.benchmarks.pairs import (
     VANILLA,
-    check,
+    checked,
     compared,
     extra_args,
     print_tables,
 )
+from eyesplice.benchmarks.prompts_child import tokens_beside
 from eyesplice.benchmarks.records import Refused
 
 CLOCKS: Final = {
@@ -38,17 +38,19 @@ def run(bench: Bench, sizes: Sequence[int], batch: int, cycles: int) -> dict[str
         cycles: of each run.
 
     Raises:
-        Refused: a failed check.
+        Refused: a failed check, or requests that are longer than the engines allow.
     """
+    allowed = bench.arguments()["max_model_len"]
+    # A prompt's request has one token besides.
+    needed = max(max(sizes) + 1, tokens_beside(cycles))
+    if needed > allowed:
+        raise Refused(
+            f"prompts of {max(sizes)} tokens and {cycles} cycles need requests of {needed} "
+            f"tokens, and max_model_len is {allowed}. Ask for fewer, or give "
+            "--engine '{\"max_model_len\": ...}'"
+        )
     pair = bench.pair()
-    record: dict[str, Any] = {
-        "check": check(pair, bench.shape().layers),
-        "engines": pair.ready(),
-        "rounds": bench.rounds,
-        "batch": batch,
-        "cycles": cycles,
-        "results": {},
-    }
+    record = checked(bench, pair, batch=batch, cycles=cycles)
     cases = {
         name: requests and requests[0]
         for name, requests in cases_of(bench.shape().layers).items()
@@ -67,35 +69,31 @@ def _measure(
     times: dict[str, dict[str, list[float]]] = {
         clock: {name: [] for name in cases} for clock in CLOCKS
     }
-    for number in range(-1, bench.rounds):
-        order = list(cases)
-        random.Random(number).shuffle(order)
-        for name in order:
-            engine = pair.vanilla if name == VANILLA else pair.spliced
-            answer = engine.ask(
-                "cycles",
-                batch=batch,
-                prompt_tokens=size,
-                cycles=cycles,
-                extra_args=extra_args(cases[name] or None),
-                seed=1000 * size + number,
-                name=f"{name}-{number}",
+    for number, name in bench.turns(cases, f"{size} tokens"):
+        engine = pair.vanilla if name == VANILLA else pair.spliced
+        answer = engine.ask(
+            "cycles",
+            batch=batch,
+            prompt_tokens=size,
+            cycles=cycles,
+            extra_args=extra_args(cases[name] or None),
+            seed=1000 * size + number,
+            name=f"{name}-{number}",
+        )
+        if cases[name] and answer["acted"] != cycles:
+            raise Refused(
+                f"no numbers: writes acted on {answer['acted']} of {cycles} prompts "
+                f"of the case {name}"
             )
-            if cases[name] and answer["acted"] != cycles:
-                raise Refused(
-                    f"no numbers: writes acted on {answer['acted']} of {cycles} prompts "
-                    f"of the case {name}"
-                )
-            if len(answer["host_seconds"]) != cycles:
-                raise Refused(
-                    f"no numbers: {cycles} prompts of {size} tokens took "
-                    f"{len(answer['host_seconds'])} steps. Ask for prompts that the "
-                    "engine's max_num_batched_tokens has room for"
-                )
-            if number >= 0:  # The first round warms up.
-                times["wall"][name].append(statistics.median(answer["seconds"]))
-                times["host"][name].append(statistics.median(answer["host_seconds"]))
-        bench.console.print(f"{size} tokens: round {number + 1} of {bench.rounds}")
+        if len(answer["host_seconds"]) != cycles:
+            raise Refused(
+                f"no numbers: {cycles} prompts of {size} tokens took "
+                f"{len(answer['host_seconds'])} steps. Ask for prompts that the "
+                "engine's max_num_batched_tokens has room for"
+            )
+        if number >= 0:  # The first round warms up.
+            times["wall"][name].append(statistics.median(answer["seconds"]))
+            times["host"][name].append(statistics.median(answer["host_seconds"]))
     return {
         name: {clock: compared(of[name], of[VANILLA]) for clock, of in times.items()}
         for name in cases

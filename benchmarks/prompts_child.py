@@ -16,6 +16,11 @@ _AFTER: Final = 8
 """Tokens that the decoding requests have left when the last cycle ends."""
 
 
+def tokens_beside(cycles: int) -> int:
+    """Tokens that each request beside the prompts needs, its own prompt included."""
+    return _FIRST_PROMPT + SETTLE + STEPS * cycles + _AFTER
+
+
 def cycles(
     llm: Any,
     *,
@@ -48,7 +53,7 @@ def cycles(
 
     engine = llm.llm_engine
     rng = random.Random(seed)
-    tokens = SETTLE + STEPS * cycles + _AFTER
+    tokens = tokens_beside(cycles) - _FIRST_PROMPT
     own = f"{seed}-{name}"
     add_batch(llm, own, batch, _FIRST_PROMPT, tokens, [extra_args], seed)
     reached = 0

@@ -350,6 +350,26 @@ def test_steps_with_prompts_are_compared_round_by_round(tmp_path: Path) -> None:
             prompts._measure(bench, Pair(Cycling(1.0), refused), cases, 512, 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "cycles", "words"),
+    [
+        (
+            [256, 2048],
+            12,
+            "prompts of 2048 tokens and 12 cycles need .* of 2049 tokens",
+        ),
+        ([256], 600, "prompts of 256 tokens and 600 cycles need .* of 2432 tokens"),
+    ],
+)
+def test_prompts_that_engines_have_no_room_for(
+    tmp_path: Path, sizes: list[int], cycles: int, words: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    bench = Bench(out=tmp_path, console=Console(file=StringIO()), model=tmp_path)
+    with pytest.raises(Refused, match=words + ", and max_model_len is 2048"):
+        prompts.run(bench, sizes, 32, cycles)
+
+
 def test_a_program_each_needs_a_vector_each(tmp_path: Path) -> None:
     bench = Bench(out=tmp_path, console=Console(file=StringIO()), model=tmp_path)
     with pytest.raises(Refused, match="300 programs: there are 256 vectors"):
