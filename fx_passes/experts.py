@@ -75,7 +75,7 @@ def _by_layer(
         return None
     found: dict[int, tuple[int, ...]] = {}
     for text, experts in value.items():
-        for layer in parse_layers(text, context.num_layers):
+        for layer in parse_layers(text, context.num_layers, key):
             if layer in found:
                 raise SpecError(
                     join(key, text),

@@ -96,7 +96,15 @@ def _write(value: object, path: str, context: Context) -> Write:
         "scale": entry.scale,
         "when": "generated" if entry.decode_only else "all",
     }
-    return parse_write(write, path, context)
+    try:
+        return parse_write(write, path, context)
+    except SpecError as error:
+        if error.thing != f"{path}.layers":
+            raise
+        # As hotwire calls it.
+        raise SpecError(
+            f"{path}.layer", entry.layer, error.allowed, error.remedy
+        ) from None
 
 
 def _last_wins(writes: Sequence[Write]) -> list[Write]:

@@ -33,7 +33,11 @@ def place(
     submodule, alias_layer = parse_submodule(model.submodule)
     if alias_layer is None:
         return submodule, parse_layers(model.layers, num_layers)
-    layers = parse_layers(alias_layer, num_layers)
+    try:
+        layers = parse_layers(alias_layer, num_layers)
+    except SpecError as error:
+        allowed = f"blocks.0 to blocks.{num_layers - 1}"
+        raise SpecError("submodule", model.submodule, allowed, error.remedy) from None
     if model.layers is not None and parse_layers(model.layers, num_layers) != layers:
         raise SpecError(
             "layers",
@@ -66,7 +70,8 @@ def check_armed(
                 "site",
                 str(site),
                 f"the armed sites: {_armed(context)}. This one is not armed: {reason}",
-                "name an armed site, or add this one to `sites` in the configuration",
+                "name an armed site, or have this one armed as well: `sites` in the "
+                "configuration replaces its default, so name there what else you need",
             )
 
 

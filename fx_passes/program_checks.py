@@ -14,7 +14,7 @@ from eyesplice.fx_passes.program import (
 from eyesplice.fx_passes.reads import Read
 from eyesplice.fx_passes.sites import SUBMODULES, Site, Table
 from eyesplice.ops.families import FAMILIES
-from eyesplice.ops.layout import Reduce, Scope
+from eyesplice.ops.layout import Family, Reduce, Scope
 
 
 def function_info(name: str, function: Function, context: Context) -> FunctionInfo:
@@ -46,12 +46,16 @@ def check_family(entry: Entry, context: Context) -> None:
     missing = entry.family & ~context.families
     if not missing:
         return
-    names = ", ".join(name for name, family in FAMILIES.items() if family in missing)
+
+    def names(families: Family) -> str:
+        return ", ".join(name for name, one in FAMILIES.items() if one in families)
+
     raise SpecError(
         "request",
-        f"one that needs the ops {names}",
-        "the ops that are compiled into this engine",
-        f"add {names} to `ops` in the configuration",
+        f"one that needs the ops {names(missing)}",
+        f"the ops that are compiled into this engine: {names(context.families)}",
+        f"give `ops: [{names(context.families | missing)}]` in the configuration, "
+        "a list that replaces the default, or leave out what needs them",
     )
 
 

@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[object, tuple[str, ...]]] = {
     ),
     "a layer out of range": (
         asking(FINE, write("v0", [4])),
-        ("writes[1].layer", " 4", "0..3", "which has 4"),
+        ("writes[1].layers", " 4", "0..3", "which has 4"),
     ),
     "a wrong key": (
         asking({**FINE, "scal": 1.0}),

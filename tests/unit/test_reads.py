@@ -8,6 +8,7 @@ from eyesplice.fx_passes.lowering import lower
 from eyesplice.fx_passes.program import CaptureInfo, ScoreInfo, pack_reads
 from eyesplice.fx_passes.request import Read, parse_canonical, parse_request
 from eyesplice.fx_passes.sites import Site, Table
+from eyesplice.ops.families import FAMILIES
 from eyesplice.ops.layout import Family, Opcode, Reduce, Scope, Score
 from tests import request_world
 from tests.program_runner import run
@@ -237,7 +238,7 @@ def test_defaults_and_normal_forms():
             {"read": "norm", "submodule": "attention.heads"},
             r"attention\.heads\[1\].*armed",
         ),
-        ({"read": "norm", "layers": 7}, r"reads\[0\]\.layer 7"),
+        ({"read": "norm", "layers": 7}, r"reads\[0\]\.layers 7"),
         (
             {"read": "norm", "when": "token_in(x)"},
             r"(?s)reads\[0\]\.when .*unknown token",
@@ -269,8 +270,12 @@ def test_scores_are_limited():
 def test_ops_that_are_not_compiled_in(families, name, read):
     context = request_world.context(families=families, table=VECTORS)
     reads = [{"read": "norm", "layers": 0}, read]
-    with pytest.raises(SpecError, match=f"needs the ops {name}'.*add {name} to `ops`"):
+    with pytest.raises(SpecError, match=f"needs the ops {name}' refused") as refused:
         lowered(*reads, context=context)
+    # Whoever copies the remedy loses no op that there was.
+    there = [op for op in FAMILIES if op != name]
+    assert f"into this engine: {', '.join(there)}." in str(refused.value)
+    assert f"give `ops: [{', '.join(FAMILIES)}]` in" in str(refused.value)
 
 
 def test_reads_are_in_the_room_of_a_table():

@@ -116,10 +116,15 @@ def test_python_sequences_are_lists():
             r"shape \[16\].*24 elements, the width of residual\.post",
         ),
         ({"layers": None}, r"writes\[0\]\.layers None .*name the decoder layers"),
-        ({"layers": 4}, r"writes\[0\]\.layer 4 refused.*0\.\.3"),
+        ({"layers": 4}, r"writes\[0\]\.layers 4 refused.*0\.\.3"),
         ({"layers": []}, r"writes\[0\]\.layers \[\]"),
         ({"layers": [[0]]}, r"writes\[0\]\.layers"),
         ({"layers": 1.0}, r"writes\[0\]\.layers 1\.0"),
+        ({"layers": [0, 4]}, r"writes\[0\]\.layers 4 refused.*0\.\.3"),
+        (
+            {"submodule": "blocks.9.hook_resid_post"},
+            r"writes\[0\]\.submodule 'blocks\.9\.hook_resid_post' .*blocks\.0 to blocks\.3",
+        ),
         ({"submodule": "resid"}, r"writes\[0\]\.submodule 'resid'"),
         (
             {"submodule": "blocks.1.hook_mlp_out"},
@@ -178,7 +183,11 @@ def test_a_bad_write_is_refused(write, message):
     ("layers", "message"),
     [
         ([0, 1], r"attention\.heads\[1\]' .*not armed: the value is inside a fused op"),
-        ([2], r"attention\.heads\[2\]' .*not armed: it was not requested at start-up"),
+        (
+            [2],
+            r"attention\.heads\[2\]' .*not armed: it was not requested at start-up\. "
+            r".*`sites` in the configuration replaces its default",
+        ),
     ],
 )
 def test_a_site_that_is_not_armed_is_refused(layers, message):

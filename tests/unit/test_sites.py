@@ -133,7 +133,7 @@ def test_other_layers_are_refused(value):
 
 
 def test_out_of_range_names_the_layer_and_the_model():
-    with pytest.raises(SpecError, match=r"layer 32 refused.*0\.\.31.*has 32"):
+    with pytest.raises(SpecError, match=r"layers 32 refused.*0\.\.31.*has 32"):
         parse_layers([3, 32], N)
 
 
