@@ -41,12 +41,6 @@ def test_router_writes_that_leave_too_few_experts_together(writes, thing, value)
     assert (refused.value.thing, refused.value.value) == (thing, value)
 
 
-def test_a_layer_that_is_not_there_is_named_where_it_was_written():
-    write = {"write": "router", "activate": {"0": [1], "9": [1]}}
-    with pytest.raises(SpecError, match=r"writes\[0\]\.activate '?9'? refused.*0\.\.3"):
-        lower(parsed([write]), CONTEXT)
-
-
 @pytest.mark.parametrize(
     "writes",
     [

@@ -175,7 +175,7 @@ def test_experts_in_lists_and_objects():
         ),
         ({**ROUTER, "activate": [0, 1, 2]}, r"'3 experts at layer 1' .*at most 2, the"),
         ({**ROUTER, "activate": [True]}, r"\.activate \[True\] .*a list of expert"),
-        ({**ROUTER, "activate": {"9": [1]}}, r"layers '9' |layer 9"),
+        ({**ROUTER, "activate": {"9": [1]}}, r"writes\[0\]\.activate 9 .*0\.\.3"),
         (
             {"write": "router", "layers": 1, "deactivate": [0, 1, 2, 3, 4, 5, 7]},
             r"\.deactivate '7 of 8 experts at layer 1' .*at most 6: a token goes to 2",
