@@ -33,7 +33,7 @@ tensors: tensors.safetensors
 token_sets: {trigger_list: [198, 271]}
 functions:
   - {read: probe, name: gate18, weight: w18, layers: [18], submodule: residual.post}
-  - {write: steering_vector, vector: v, scale: 1.5, layers: [22],
+  - {write: steering_vector, name: steer, vector: v, scale: 1.5, layers: [22],
      submodule: attention.post, when: token_in(trigger_list), gate: gate18 >= 0}
 """
 TENSORS = {"w18": V, "v": V.half()}

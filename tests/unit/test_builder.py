@@ -27,7 +27,7 @@ def guarded():
             m.read("probe", name="gate18", weight="w18")
             .layers([18])
             .submodule("residual.post"),
-            m.write("steering_vector", vector="v", scale=1.5)
+            m.write("steering_vector", name="steer", vector="v", scale=1.5)
             .layers([22])
             .submodule("attention.post")
             .cond(when="token_in(trigger_list)", gate="gate18 >= 0"),
@@ -66,6 +66,7 @@ def test_the_builders_of_the_app_and_its_entries_are_the_same():
         },
         {
             "write": "steering_vector",
+            "name": "steer",
             "vector": "v",
             "scale": 1.5,
             "layers": [22],
