@@ -8,7 +8,7 @@ a layer takes one vector per token: of entries with the same layer the last one 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, StrictBool
 
@@ -21,8 +21,11 @@ from eyesplice.fx_passes.models import (
     StrictModel,
     validate,
 )
-from eyesplice.fx_passes.plain import load_json, plain
+from eyesplice.fx_passes.plain import join, load_json, plain
 from eyesplice.fx_passes.writes import Write, parse_write
+
+_KEYS: Final = {"vector": "id", "layers": "layer"}
+"""What hotwire calls the keys of a write."""
 
 
 def _as_int(value: object) -> object:
@@ -99,12 +102,12 @@ def _write(value: object, path: str, context: Context) -> Write:
     try:
         return parse_write(write, path, context)
     except SpecError as error:
-        if error.thing != f"{path}.layers":
+        # The key as hotwire calls it.
+        key = _KEYS.get(error.thing.removeprefix(f"{path}."))
+        if key is None:
             raise
-        # As hotwire calls it.
-        raise SpecError(
-            f"{path}.layer", entry.layer, error.allowed, error.remedy
-        ) from None
+        thing = join(path, key)
+        raise SpecError(thing, error.value, error.allowed, error.remedy) from None
 
 
 def _last_wins(writes: Sequence[Write]) -> list[Write]:

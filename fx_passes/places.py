@@ -10,6 +10,7 @@ from eyesplice.fx_passes.sites import (
     SUBMODULES,
     Site,
     Submodule,
+    alias_layers,
     parse_layers,
     parse_submodule,
 )
@@ -33,11 +34,7 @@ def place(
     submodule, alias_layer = parse_submodule(model.submodule)
     if alias_layer is None:
         return submodule, parse_layers(model.layers, num_layers)
-    try:
-        layers = parse_layers(alias_layer, num_layers)
-    except SpecError as error:
-        allowed = f"blocks.0 to blocks.{num_layers - 1}"
-        raise SpecError("submodule", model.submodule, allowed, error.remedy) from None
+    layers = alias_layers(model.submodule, alias_layer, num_layers)
     if model.layers is not None and parse_layers(model.layers, num_layers) != layers:
         raise SpecError(
             "layers",
@@ -64,20 +61,49 @@ def check_armed(
     """
     for layer in layers:
         site = Site(layer, submodule)
-        reason = context.armed.get(site, "it was not requested at start-up")
+        remedy = "name an armed site"
+        if site in context.armed:
+            reason = context.armed[site]
+        elif submodule == "router.logits" and not context.num_experts:
+            reason = "this model has no experts"
+        else:
+            reason = "it was not requested at start-up"
+            remedy += _or_arm(submodule, layers, context)
         if reason is not None:
+            # The whole function is refused: it has no key that holds a site.
             raise SpecError(
-                "site",
+                "",
                 str(site),
                 f"the armed sites: {_armed(context)}. This one is not armed: {reason}",
-                "name an armed site, or have this one armed as well: `sites` in the "
-                "configuration replaces its default, so name there what else you need",
+                remedy,
             )
 
 
-def _armed(context: Context) -> str:
-    """Each armed submodule with its layers, for an error."""
-    layers = {
+def _or_arm(submodule: Submodule, layers: tuple[int, ...], context: Context) -> str:
+    """What arms these layers too; whoever copies it loses no site that is armed."""
+    found = _armed_layers(context)
+    asked = {n for n in layers if Site(n, submodule) not in context.armed}
+    found[submodule] = sorted(asked.union(found[submodule]))
+    entries = (
+        name if len(numbers) == context.num_layers else _entry(name, numbers)
+        for name, numbers in found.items()
+        if numbers
+    )
+    return (
+        f", or give `sites: [{', '.join(entries)}]` in the configuration, "
+        "a list that replaces the default"
+    )
+
+
+def _entry(submodule: Submodule, layers: Iterable[int]) -> str:
+    """An entry of `sites`, in YAML."""
+    runs = (run if run.isdigit() else f'"{run}"' for run in _runs(layers))
+    return f"{{submodule: {submodule}, layers: [{', '.join(runs)}]}}"
+
+
+def _armed_layers(context: Context) -> dict[Submodule, list[int]]:
+    """The layers at which each submodule is armed."""
+    return {
         submodule: sorted(
             site.layer
             for site, reason in context.armed.items()
@@ -85,15 +111,20 @@ def _armed(context: Context) -> str:
         )
         for submodule in SUBMODULES
     }
-    shown = [f"{name}[{_ranges(found)}]" for name, found in layers.items() if found]
+
+
+def _armed(context: Context) -> str:
+    """Each armed submodule with its layers, for an error."""
+    layers = _armed_layers(context)
+    shown = [f"{name}[{','.join(_runs(at))}]" for name, at in layers.items() if at]
     return ", ".join(shown) or "none"
 
 
-def _ranges(ascending: Iterable[int]) -> str:
-    """Numbers as "0-3,5"."""
+def _runs(ascending: Iterable[int]) -> list[str]:
+    """Numbers as ["0-3", "5"]."""
     runs = groupby(enumerate(ascending), key=lambda pair: pair[1] - pair[0])
     groups = [[number for _, number in run] for _, run in runs]
-    return ",".join(
+    return [
         str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}"
         for group in groups
-    )
+    ]

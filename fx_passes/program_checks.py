@@ -53,7 +53,8 @@ def check_family(entry: Entry, context: Context) -> None:
     raise SpecError(
         "request",
         f"one that needs the ops {names(missing)}",
-        f"the ops that are compiled into this engine: {names(context.families)}",
+        "the ops that are compiled into this engine: "
+        + (names(context.families) or "none"),
         f"give `ops: [{names(context.families | missing)}]` in the configuration, "
         "a list that replaces the default, or leave out what needs them",
     )

@@ -138,6 +138,19 @@ def parse_submodule(text: object) -> tuple[Submodule, int | None]:
     )
 
 
+def alias_layers(text: object, layer: int, num_layers: int) -> tuple[int, ...]:
+    """The layer that an alias carries, as `parse_submodule` found it.
+
+    Raises:
+        SpecError: out of range, naming the alias.
+    """
+    try:
+        return parse_layers(layer, num_layers)
+    except SpecError as error:
+        allowed = f"blocks.0 to blocks.{num_layers - 1}"
+        raise SpecError("submodule", text, allowed, error.remedy) from None
+
+
 def parse_layers(
     value: object, num_layers: int, key: str = "layers"
 ) -> tuple[int, ...]:

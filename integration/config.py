@@ -9,11 +9,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyesplice._errors import SpecError
+from eyesplice.fx_passes.plain import within
 from eyesplice.fx_passes.sites import (
     BOUNDARY_SUBMODULES,
     SUBMODULES,
     Site,
     Submodule,
+    alias_layers,
     parse_layers,
     parse_submodule,
 )
@@ -131,8 +133,9 @@ class EyespliceConfig(BaseModel):
             case "apps":
                 chosen |= set(needed)
             case _:
-                for entry in self.sites:
-                    chosen |= _entry(entry, num_layers)
+                for i, entry in enumerate(self.sites):
+                    with within(f"sites[{i}]"):
+                        chosen |= _entry(entry, num_layers)
         if not chosen:
             raise SpecError(
                 "sites",
@@ -164,17 +167,25 @@ def _at(submodules: Iterable[Submodule], layers: Iterable[int]) -> frozenset[Sit
 
 
 def _entry(entry: str | dict[str, Any], num_layers: int) -> frozenset[Site]:
-    plain: dict[str, Any] = {"submodule": entry} if isinstance(entry, str) else entry
-    if unknown := set(plain) - {"submodule", "layers"}:
+    """The sites of one entry; errors name its key, or nothing where it is a name."""
+    if isinstance(entry, str):
+        try:
+            return _entry({"submodule": entry}, num_layers)
+        except SpecError as error:
+            raise SpecError("", entry, error.allowed, error.remedy) from None
+    if unknown := set(entry) - {"submodule", "layers"}:
         raise SpecError(
-            "sites entry",
+            "",
             sorted(unknown),
             "the keys submodule and layers",
             "remove the other keys",
         )
-    submodule, layer = parse_submodule(plain.get("submodule"))
-    layers = plain.get("layers", "all" if layer is None else layer)
-    return _at((submodule,), parse_layers(layers, num_layers))
+    submodule, layer = parse_submodule(entry.get("submodule"))
+    if layer is not None and "layers" not in entry:
+        layers = alias_layers(entry["submodule"], layer, num_layers)
+    else:
+        layers = parse_layers(entry.get("layers", "all"), num_layers)
+    return _at((submodule,), layers)
 
 
 def parse_config(value: object) -> EyespliceConfig:

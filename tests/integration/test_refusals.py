@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[object, tuple[str, ...]]] = {
     ),
     "a site that is not armed": (
         asking(write("v0", [1], "attention.heads")),
-        ("site", "attention.heads[1]", "residual.post[0-3]", "`sites`"),
+        ("writes[0] ", "attention.heads[1]", "residual.post[0-3]", "`sites: ["),
     ),
     "a site that does not exist": (
         asking(write("v0", [1], "residual.last")),

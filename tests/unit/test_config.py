@@ -53,6 +53,26 @@ def test_malformed_sites_are_refused(sites):
         wanted(sites)
 
 
+@pytest.mark.parametrize(
+    ("entry", "start"),
+    [
+        ("resid", "sites[1] 'resid' "),
+        ("blocks.9.hook_mlp_out", "sites[1] 'blocks.9.hook_mlp_out' "),
+        ({"submodule": "resid"}, "sites[1].submodule 'resid' "),
+        ({"submodule": "mlp.pre", "layers": 9}, "sites[1].layers 9 "),
+        (
+            {"submodule": "blocks.9.hook_mlp_out"},
+            "sites[1].submodule 'blocks.9.hook_mlp_out' ",
+        ),
+        ({"submodule": "mlp.pre", "depth": 1}, "sites[1] ['depth'] "),
+    ],
+)
+def test_a_malformed_site_is_named_as_it_was_written(entry, start):
+    with pytest.raises(SpecError) as refused:
+        wanted(["mlp.pre", entry])
+    assert str(refused.value).startswith(start)
+
+
 def test_nothing_switches_it_on_but_a_request_to(monkeypatch):
     monkeypatch.delenv("EYESPLICE_CONFIG", raising=False)
     assert requested({}, {}) is None

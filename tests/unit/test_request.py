@@ -180,28 +180,6 @@ def test_a_bad_write_is_refused(write, message):
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([0, 1], r"attention\.heads\[1\]' .*not armed: the value is inside a fused op"),
-        (
-            [2],
-            r"attention\.heads\[2\]' .*not armed: it was not requested at start-up\. "
-            r".*`sites` in the configuration replaces its default",
-        ),
-    ],
-)
-def test_a_site_that_is_not_armed_is_refused(layers, message):
-    heads = {"vector": "heads", "submodule": "attention.heads"}
-    assert parse({"writes": [{**heads, "layers": 0}]})
-    with pytest.raises(SpecError, match=message) as caught:
-        parse({"writes": [{**heads, "layers": layers}]})
-    assert "residual.pre[0-3], attention.pre[0-3], attention.heads[0]," in str(
-        caught.value
-    )
-    assert "`sites` in the configuration" in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("value", "message"),
     [
         (
@@ -316,7 +294,8 @@ class TestHotwire:
         [
             ({"id": "pirate"}, r"hotwire\[0\] .*add layer"),
             ({"layer": 1}, r"hotwire\[0\] .*add id"),
-            ({"id": "nobody", "layer": 1}, r"hotwire\[0\]\.vector 'nobody'"),
+            ({"id": "nobody", "layer": 1}, r"hotwire\[0\]\.id 'nobody'"),
+            ({"id": "short", "layer": 1}, r"hotwire\[0\]\.id 'short of shape"),
             ({"id": "pirate", "layer": 4}, r"hotwire\[0\]\.layer 4"),
             ({"id": "pirate", "layer": 1.5}, r"hotwire\[0\]\.layer 1\.5"),
             ({"id": "pirate", "layer": "all"}, r"hotwire\[0\]\.layer 'all'"),
