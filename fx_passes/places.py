@@ -10,9 +10,8 @@ from eyesplice.fx_passes.sites import (
     SUBMODULES,
     Site,
     Submodule,
-    alias_layers,
     parse_layers,
-    parse_submodule,
+    parse_place,
 )
 
 
@@ -31,18 +30,7 @@ def place(
     """
     if model.submodule is None and "submodule" not in model.model_fields_set:
         return default, parse_layers(model.layers, num_layers)
-    submodule, alias_layer = parse_submodule(model.submodule)
-    if alias_layer is None:
-        return submodule, parse_layers(model.layers, num_layers)
-    layers = alias_layers(model.submodule, alias_layer, num_layers)
-    if model.layers is not None and parse_layers(model.layers, num_layers) != layers:
-        raise SpecError(
-            "layers",
-            model.layers,
-            f"{layers[0]}, the layer that {model.submodule} names",
-            "leave layers out, or use blocks.*",
-        )
-    return submodule, layers
+    return parse_place(model.submodule, model.layers, num_layers)
 
 
 def check_printable(field: str, label: str | None) -> None:

@@ -138,17 +138,38 @@ def parse_submodule(text: object) -> tuple[Submodule, int | None]:
     )
 
 
-def alias_layers(text: object, layer: int, num_layers: int) -> tuple[int, ...]:
-    """The layer that an alias carries, as `parse_submodule` found it.
+def parse_place(
+    submodule: object, layers: object, num_layers: int
+) -> tuple[Submodule, tuple[int, ...]]:
+    """The submodule and the ascending layers that two keys state together.
+
+    Args:
+        submodule: a name, or an alias that may carry a layer.
+        layers: see `parse_layers`; may be None beside an alias that carries one.
+        num_layers: decoder layers of the model.
 
     Raises:
-        SpecError: out of range, naming the alias.
+        SpecError: unknown, out of range, or layers beside an alias that names another.
     """
-    try:
-        return parse_layers(layer, num_layers)
-    except SpecError as error:
-        allowed = f"blocks.0 to blocks.{num_layers - 1}"
-        raise SpecError("submodule", text, allowed, error.remedy) from None
+    name, own = parse_submodule(submodule)
+    if own is None:
+        return name, parse_layers(layers, num_layers)
+    if not -num_layers <= own < num_layers:
+        raise SpecError(
+            "submodule",
+            submodule,
+            f"blocks.0 to blocks.{num_layers - 1}, or blocks.-{num_layers} to blocks.-1",
+            f"name a layer of this model, which has {num_layers}",
+        )
+    own %= num_layers
+    if layers is not None and parse_layers(layers, num_layers) != (own,):
+        raise SpecError(
+            "layers",
+            layers,
+            f"{own}, the layer that {submodule} names",
+            "leave layers out, or use blocks.*",
+        )
+    return name, (own,)
 
 
 def parse_layers(

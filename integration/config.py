@@ -15,8 +15,7 @@ from eyesplice.fx_passes.sites import (
     SUBMODULES,
     Site,
     Submodule,
-    alias_layers,
-    parse_layers,
+    parse_place,
     parse_submodule,
 )
 from eyesplice.ops.families import FAMILIES, FamilyName
@@ -180,12 +179,11 @@ def _entry(entry: str | dict[str, Any], num_layers: int) -> frozenset[Site]:
             "the keys submodule and layers",
             "remove the other keys",
         )
-    submodule, layer = parse_submodule(entry.get("submodule"))
-    if layer is not None and "layers" not in entry:
-        layers = alias_layers(entry["submodule"], layer, num_layers)
-    else:
-        layers = parse_layers(entry.get("layers", "all"), num_layers)
-    return _at((submodule,), layers)
+    submodule = entry.get("submodule")
+    everywhere = parse_submodule(submodule)[1] is None and "layers" not in entry
+    layers = "all" if everywhere else entry.get("layers")
+    name, numbers = parse_place(submodule, layers, num_layers)
+    return _at((name,), numbers)
 
 
 def parse_config(value: object) -> EyespliceConfig:

@@ -166,6 +166,11 @@ def boundary_(
         return normed
     values = [value for value in (stream, branch, pending) if value is not None]
     dense = num_tokens == 1 or all(x.stride(0) == hidden_size for x in values)
+
+    def stride(x: Tensor | None) -> int:
+        # A single row may claim any stride; a launch that is kept serves more rows.
+        return 0 if x is None else hidden_size if dense else x.stride(0)
+
     args = (
         stream,
         branch,
@@ -177,9 +182,9 @@ def boundary_(
         program,
         bank,
         state,
-        stream.stride(0),
-        0 if branch is None else branch.stride(0),
-        0 if pending is None else pending.stride(0),
+        stride(stream),
+        stride(branch),
+        stride(pending),
         program.stride(0),
         bank.stride(0),
         state.score.stride(0),

@@ -65,6 +65,11 @@ def test_malformed_sites_are_refused(sites):
             "sites[1].submodule 'blocks.9.hook_mlp_out' ",
         ),
         ({"submodule": "mlp.pre", "depth": 1}, "sites[1] ['depth'] "),
+        ({"submodule": "mlp.pre", "layers": None}, "sites[1].layers None "),
+        (
+            {"submodule": "blocks.2.hook_mlp_out", "layers": [1, 2]},
+            "sites[1].layers [1, 2] ",
+        ),
     ],
 )
 def test_a_malformed_site_is_named_as_it_was_written(entry, start):

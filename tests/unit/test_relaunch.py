@@ -395,12 +395,19 @@ def test_each_form_of_a_boundary_has_a_launch_of_its_own(device):
 def test_what_one_row_says_of_its_stride_is_not_kept_for_more(device, gap):
     """A row of a wider value is contiguous by itself."""
     layer = Layer()
+    names = [f"{value}_stride" for value in ("stream", "branch", "pending")]
+    places = [launch.boundary_kernel.arg_names.index(name) for name in names]
+    for tokens in (1, 4):
+        layer.boundary([rows(tokens, gap=gap * (tokens == 1)) for _ in range(3)])
+        given = device.launches[-1][1]
+        assert [given[place] for place in places] == [HIDDEN] * 3
+    device.launches.clear()
     place = launch.inline_kernel.arg_names.index("value_stride")
     layer.inline(rows(1, gap=gap))
     layer.inline(rows(4))
     layer.inline(rows(4, gap=gap))
-    strides = [args[place] for _, args in device.launches[1:]]
-    assert strides == [HIDDEN, HIDDEN + gap]
+    strides = [args[place] for _, args in device.launches]
+    assert strides == [HIDDEN, HIDDEN, HIDDEN + gap]
 
 
 def test_tables_of_two_layers_take_turns(device):
