@@ -57,10 +57,17 @@ class SiteTables:
         """Equal for tables whose launches differ in `addresses` alone."""
         return (
             tuple(address % ALIGNED == 0 for address in self.addresses),
-            (program.dtype, program.shape, program.stride()),
-            (self.room, self.max_tokens, self.bank.dtype, self.bank.stride()),
-            *((t.data_ptr(), t.stride()) for t in (self.select, self.bank, *self.work)),
+            self.max_tokens,
+            *(_layout(tensor) for tensor in (self.token_map, program)),
+            *(
+                (tensor.data_ptr(), *_layout(tensor))
+                for tensor in (self.select, self.bank, *self.work)
+            ),
         )
+
+
+def _layout(tensor: Tensor) -> tuple[Hashable, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 ALIGNED: Final = 16
@@ -75,17 +82,26 @@ def open_tables(owner: object, sites: Iterable[tuple[Tensor, SiteTables]]) -> No
 
     Args:
         owner: whatever holds the tables; it must take weak references.
-        sites: program tables, none of them empty, each with what belongs to it.
+        sites: program tables, none of them empty, each with what belongs to it. Ops are
+            called with these, and with no other view of one.
+
+    Raises:
+        ValueError: what belongs to one program given for another as well.
     """
     opened: dict[int, SiteTables] = {}
     launches: dict[Hashable, dict[Hashable, Any]] = {}
     for program, tables in sites:
         address = program.data_ptr()
+        if any(tables is other for other in opened.values()):
+            raise ValueError(
+                f"program: the tables of the one at {address:#x} belong to another one "
+                "as well; make SiteTables for each"
+            )
         opened[address] = tables
         maps = tables.token_map.data_ptr(), tables.select.data_ptr()
         tables.addresses = (*maps, address)
-        alike = tables.likeness(program)
-        tables.launches = launches.setdefault(alike, tables.launches)
+        # Opened before, they may hold launches of then.
+        tables.launches = launches.setdefault(tables.likeness(program), {})
     FOUND.update(opened)
     weakref.finalize(owner, _close, opened).atexit = False
 

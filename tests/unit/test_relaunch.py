@@ -491,6 +491,70 @@ def test_a_step_of_another_size_takes_what_is_kept(device, monkeypatch):
             assert len(kept) <= launch_graph._MOST
 
 
+def _tables():
+    """Tables of two layers, by what they are made of."""
+    work = list(empty_work(MAX_TOKENS, 3, 2, 4, HIDDEN, torch.float32, "cpu"))
+    maps = torch.zeros(2, 2 * MAX_TOKENS, dtype=torch.int32)
+    select = torch.zeros(MAX_TOKENS, dtype=torch.int32)
+    programs = torch.zeros(2, 3, 4, WORDS, dtype=torch.int32)
+    bank = torch.zeros(4, HIDDEN)
+    return [
+        {
+            "program": programs[n],
+            "token_map": maps[n, :MAX_TOKENS],
+            "select": select,
+            "bank": bank,
+            "work": work,
+        }
+        for n in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        ("program", lambda p: torch.zeros(3, 8, WORDS, dtype=torch.int32)[:, :4]),
+        ("program", lambda p: torch.zeros(3, 6, WORDS, dtype=torch.int32)),
+        ("token_map", lambda m: torch.zeros(2 * MAX_TOKENS, dtype=torch.int32)[::2]),
+        ("token_map", lambda m: torch.zeros(MAX_TOKENS, dtype=torch.int64)),
+        ("select", lambda s: s.view(torch.float32)),
+        ("bank", lambda b: b[:, : HIDDEN // 2]),
+        ("bank", lambda b: b.view(torch.int32)),
+        ("work", lambda w: [w[0].view(torch.float32), *w[1:]]),
+        ("work", lambda w: [*w[:-1], w[-1][:1]]),
+    ],
+)
+def test_only_what_is_laid_out_alike_is_shared(part, changed):
+    """A kernel of its own, or a refusal: what the first was launched with is no guide."""
+    owner = Layers(1)
+    one, two = _tables()
+    two[part] = changed(two[part])
+    sites = [
+        (made.pop("program"), SiteTables(**made)) for made in (dict(one), dict(two))
+    ]
+    open_tables(owner, sites)
+    assert sites[0][1].launches is not sites[1][1].launches
+
+
+def test_tables_that_are_opened_again_keep_no_launch(device):
+    layers = Layers(2)
+    for call in layers.calls(0, 40):
+        call()
+    before = layers.sites[0].launches
+    assert before
+    programs = torch.zeros(3, 6, WORDS, dtype=torch.int32), layers.programs[1]
+    open_tables(layers, zip(programs, layers.sites, strict=True))
+    one, two = (site.launches for site in layers.sites)
+    assert not one and not two and one is not two and before
+
+
+def test_tables_of_two_programs_are_refused():
+    owner = Layers(2)
+    site = owner.sites[0]
+    with pytest.raises(ValueError, match="belong to another one as well"):
+        open_tables(owner, [(program, site) for program in owner.programs])
+
+
 @pytest.mark.parametrize(("options", "shared"), [({"banks": 2}, 2), ({"gap": 3}, 2)])
 def test_layers_of_which_more_differs_keep_their_own(device, options, shared):
     """Another bank, or an address for which Triton compiles a kernel of its own."""
