@@ -17,6 +17,9 @@ from eyesplice.benchmarks.engines import EngineProcess
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.shapes import Shape
 
+VANILLA: Final = "vanilla"
+"""The case, or row, of vLLM without eyesplice."""
+
 VECTORS: Final = 256
 """Vectors of every engine, v0, v1, ...: one for each program of a full batch."""
 
@@ -43,6 +46,10 @@ class Pair:
 
     vanilla: EngineProcess
     spliced: EngineProcess
+
+    def of(self, case: str) -> EngineProcess:
+        """The engine that runs a case."""
+        return self.vanilla if case == VANILLA else self.spliced
 
     def ready(self) -> dict[str, Any]:
         """What both say of themselves."""

@@ -12,9 +12,9 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from eyesplice.benchmarks.bench import Bench, Pair
+from eyesplice.benchmarks.bench import VANILLA, Bench, Pair
 from eyesplice.benchmarks.intervals import against
-from eyesplice.benchmarks.pairs import VANILLA, cell, check, extra_args
+from eyesplice.benchmarks.pairs import cell, check, extra_args
 from eyesplice.benchmarks.records import Refused
 
 WHEN: Final = {"last token": "last_token", "every token": "all"}
@@ -72,7 +72,7 @@ def _measure(
         rows *= prompt_tokens + _TOKENS - 1
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     for number, case in bench.turns(cases, name):
-        engine = pair.vanilla if case == VANILLA else pair.spliced
+        engine = pair.of(case)
         answer = engine.ask(
             "prefill",
             prompts=prompts,

@@ -7,8 +7,8 @@ runs program i modulo their number.
 from collections.abc import Sequence
 from typing import Any
 
-from eyesplice.benchmarks.bench import VECTORS, Bench
-from eyesplice.benchmarks.pairs import VANILLA, asking, run_steps, write
+from eyesplice.benchmarks.bench import VANILLA, VECTORS, Bench
+from eyesplice.benchmarks.pairs import asking, run_steps, write
 from eyesplice.benchmarks.records import Refused
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from eyesplice.benchmarks.bench import Bench
-from eyesplice.benchmarks.pairs import VANILLA, asking, run_steps, write
+from eyesplice.benchmarks.bench import VANILLA, Bench
+from eyesplice.benchmarks.pairs import asking, run_steps, write
 from eyesplice.benchmarks.records import Refused
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from eyesplice.benchmarks.bench import Bench
-from eyesplice.benchmarks.pairs import VANILLA, asking, run_steps, write
+from eyesplice.benchmarks.bench import VANILLA, Bench
+from eyesplice.benchmarks.pairs import asking, run_steps, write
 
 LAYERS: Final = (1, 4, 16)
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from eyesplice.benchmarks.bench import VANILLA
 from eyesplice.benchmarks.host import COUNTS
 from eyesplice.benchmarks.intervals import percent
 from eyesplice.benchmarks.memory import SUMS
-from eyesplice.benchmarks.pairs import VANILLA, cell
+from eyesplice.benchmarks.pairs import cell
 from eyesplice.benchmarks.prompts import CLOCKS
 from eyesplice.benchmarks.prompts_child import STEPS
 from eyesplice.benchmarks.serve import METRICS, rows_of

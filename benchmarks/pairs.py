@@ -10,12 +10,10 @@ from rich.table import Table
 
 from eyesplice.benchmarks.agreement import Text, agreement
 from eyesplice.benchmarks.batches import SETTLE
-from eyesplice.benchmarks.bench import VECTOR_SIZE, Bench, Pair
+from eyesplice.benchmarks.bench import VANILLA, VECTOR_SIZE, Bench, Pair
 from eyesplice.benchmarks.engines import EngineProcess
 from eyesplice.benchmarks.intervals import against, percent
 from eyesplice.benchmarks.records import Refused
-
-VANILLA: Final = "vanilla"
 
 Cases = Mapping[str, Sequence[Mapping[str, Any]] | None]
 """Case to the request objects that its requests take in turn. An empty list is idle,
@@ -140,7 +138,7 @@ def measure(
     }
     for number, name in bench.turns(cases, f"batch {batch}"):
         requests = cases[name]
-        engine = pair.vanilla if requests is None else pair.spliced
+        engine = pair.of(name)
         answer = engine.decode(
             batch=batch,
             prompt_tokens=prompt_tokens,

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from eyesplice.benchmarks.agreement import agreement
-from eyesplice.benchmarks.bench import VECTOR_SIZE, Bench
+from eyesplice.benchmarks.bench import VANILLA, VECTOR_SIZE, Bench
 from eyesplice.benchmarks.engines import EngineProcess
 from eyesplice.benchmarks.intervals import against
-from eyesplice.benchmarks.pairs import VANILLA, asking, cell, extra_args, write
+from eyesplice.benchmarks.pairs import asking, cell, extra_args, write
 from eyesplice.benchmarks.records import Refused
 
 EYESPLICE: Final = "eyesplice"

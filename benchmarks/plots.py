@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from eyesplice.benchmarks.bench import VANILLA
 from eyesplice.benchmarks.page import (
     Record,
     by_batch,
@@ -14,7 +15,6 @@ from eyesplice.benchmarks.page import (
     records_in,
     tables_of,
 )
-from eyesplice.benchmarks.pairs import VANILLA
 from eyesplice.benchmarks.records import Refused
 
 _FOLDER: Final = "performance"

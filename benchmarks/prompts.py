@@ -10,10 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
-from eyesplice.benchmarks.bench import Bench, Pair
+from eyesplice.benchmarks.bench import VANILLA, Bench, Pair
 from eyesplice.benchmarks.decode import cases_of
 from eyesplice.benchmarks.pairs import (
-    VANILLA,
     checked,
     compared,
     extra_args,
@@ -70,7 +69,7 @@ def _measure(
         clock: {name: [] for name in cases} for clock in CLOCKS
     }
     for number, name in bench.turns(cases, f"{size} tokens"):
-        engine = pair.vanilla if name == VANILLA else pair.spliced
+        engine = pair.of(name)
         answer = engine.ask(
             "cycles",
             batch=batch,

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eyesplice.benchmarks import lending, records
+from eyesplice.benchmarks.bench import VANILLA
 from eyesplice.benchmarks.intervals import against, percent, summary
 from eyesplice.benchmarks.records import Refused
 from eyesplice.benchmarks.serve_check import check
@@ -28,7 +29,6 @@ from eyesplice.benchmarks.servers import Server
 from eyesplice.benchmarks.shapes import Shape, lend_tokenizer, shallow_copy
 from eyesplice.benchmarks.sharegpt import write_subset
 
-VANILLA: Final = "vanilla"
 IDLE: Final = "idle"
 ALL: Final = "all"
 METRICS: Final = {

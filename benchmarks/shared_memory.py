@@ -75,7 +75,7 @@ class Memory:
                 return made
             if order is None:
                 order = self._order()
-            theirs = (self._theirs or {}).get(next(order, None) or "")
+            theirs = self._lenders().get(next(order, None) or "")
             if theirs is None or not _laid_out_alike(plan, theirs):
                 return torch.empty(*size, **options)
             return theirs.detach()
@@ -85,13 +85,21 @@ class Memory:
 
     def _order(self) -> Iterator[str | None]:
         """Names of the lender's weights as they were allocated; None for other tensors."""
-        try:
-            self._theirs = dict(self._borrowed("weights"))
-        except RuntimeError as error:
-            self.failed = str(error)
+        # A lender writes the order before it lends the weights.
+        if not self._lenders():
             return iter(())
         names: list[str | None] = json.loads(self._file("order").read_text())
         return iter(names)
+
+    def _lenders(self) -> dict[str, Tensor]:
+        """The lender's weights by name, mapped once; none where that may not be."""
+        if self._theirs is None:
+            try:
+                self._theirs = dict(self._borrowed("weights"))
+            except RuntimeError as error:
+                self.failed = str(error)
+                self._theirs = {}
+        return self._theirs
 
     def _note_order(self, own: Mapping[str, Tensor]) -> None:
         names = {
@@ -116,10 +124,8 @@ class Memory:
             self._note_order(own)
             self._lend("weights", list(own.items()))
             return
-        if self._theirs is None:
-            self._order()
-        theirs, self._theirs = self._theirs, None
-        if theirs is None:
+        theirs = self._lenders()
+        if self.failed is not None:
             return
         if theirs.keys() != own.keys():
             raise ValueError(f"other weights: {sorted(theirs.keys() ^ own.keys())}")

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eyesplice.benchmarks.bench import Bench
+from eyesplice.benchmarks.bench import VANILLA, Bench
 from eyesplice.benchmarks.decode import cases_of
-from eyesplice.benchmarks.pairs import VANILLA, extra_args
+from eyesplice.benchmarks.pairs import extra_args
 from eyesplice.benchmarks.records import Refused
 
 
@@ -35,7 +35,7 @@ def run(bench: Bench, batches: Sequence[int]) -> dict[str, Any]:
     for batch in batches:
         results[str(batch)] = {}
         for name, requests in cases.items():
-            engine = pair.vanilla if requests is None else pair.spliced
+            engine = pair.of(name)
             asked = [extra_args(request) for request in requests or ()] or [None]
             answer = engine.ask("kernels", batch=batch, extra_args=asked)
             if not answer["kernels"]:

@@ -6,7 +6,7 @@ from eyesplice._errors import SpecError
 from eyesplice.fx_passes.context import Context
 from eyesplice.fx_passes.models import Experts, WriteModel
 from eyesplice.fx_passes.places import place
-from eyesplice.fx_passes.plain import join
+from eyesplice.fx_passes.plain import join, renaming
 from eyesplice.fx_passes.sites import Submodule, parse_layers
 
 _ROUTER: Submodule = "router.logits"
@@ -75,7 +75,9 @@ def _by_layer(
         return None
     found: dict[int, tuple[int, ...]] = {}
     for text, experts in value.items():
-        for layer in parse_layers(text, context.num_layers, key):
+        with renaming({"layers": key}):
+            layers = parse_layers(text, context.num_layers)
+        for layer in layers:
             if layer in found:
                 raise SpecError(
                     join(key, text),

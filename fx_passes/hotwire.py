@@ -21,7 +21,7 @@ from eyesplice.fx_passes.models import (
     StrictModel,
     validate,
 )
-from eyesplice.fx_passes.plain import join, load_json, plain
+from eyesplice.fx_passes.plain import join, load_json, plain, renaming
 from eyesplice.fx_passes.writes import Write, parse_write
 
 _KEYS: Final = {"vector": "id", "layers": "layer"}
@@ -99,15 +99,8 @@ def _write(value: object, path: str, context: Context) -> Write:
         "scale": entry.scale,
         "when": "generated" if entry.decode_only else "all",
     }
-    try:
+    with renaming({join(path, key): join(path, name) for key, name in _KEYS.items()}):
         return parse_write(write, path, context)
-    except SpecError as error:
-        # The key as hotwire calls it.
-        key = _KEYS.get(error.thing.removeprefix(f"{path}."))
-        if key is None:
-            raise
-        thing = join(path, key)
-        raise SpecError(thing, error.value, error.allowed, error.remedy) from None
 
 
 def _last_wins(writes: Sequence[Write]) -> list[Write]:

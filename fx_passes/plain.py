@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -112,6 +112,22 @@ def within(path: str) -> Iterator[None]:
         yield
     except SpecError as error:
         thing = join(path, error.thing) if error.thing else path
+        raise SpecError(thing, error.value, error.allowed, error.remedy) from None
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let a `SpecError` raised inside name a thing as its author calls it.
+
+    Args:
+        names: by what it is called inside; other things keep their names.
+    """
+    try:
+        yield
+    except SpecError as error:
+        if error.thing not in names:
+            raise
+        thing = names[error.thing]
         raise SpecError(thing, error.value, error.allowed, error.remedy) from None
 
 

@@ -172,15 +172,8 @@ def parse_place(
     return name, (own,)
 
 
-def parse_layers(
-    value: object, num_layers: int, key: str = "layers"
-) -> tuple[int, ...]:
+def parse_layers(value: object, num_layers: int) -> tuple[int, ...]:
     """Layers as ints, ranges, lists, "all", "20-49" or negatives from the end.
-
-    Args:
-        value: what was written.
-        num_layers: decoder layers of the model.
-        key: where it was written, for errors.
 
     Returns:
         Ascending layer numbers without repeats.
@@ -188,49 +181,45 @@ def parse_layers(
     Raises:
         SpecError: malformed, empty, or a layer out of range.
     """
-    return tuple(sorted(set(_layers(value, num_layers, key))))
+    return tuple(sorted(set(_layers(value, num_layers))))
 
 
-def _layers(value: object, num_layers: int, key: str) -> Iterable[int]:
+def _layers(value: object, num_layers: int) -> Iterable[int]:
     match value:
         case bool() | None:
             pass
         case int():
-            return [_layer(value, num_layers, key)]
+            return [_layer(value, num_layers)]
         case "all":
             return range(num_layers)
         case str() if found := _LAYER_RANGE.fullmatch(value):
-            first, last = (
-                _layer(int(text), num_layers, key) for text in found.groups()
-            )
+            first, last = (_layer(int(text), num_layers) for text in found.groups())
             if first <= last:
                 return range(first, last + 1)
         case str() if _ONE_LAYER.fullmatch(value):
-            return [_layer(int(value), num_layers, key)]
+            return [_layer(int(value), num_layers)]
         case range() | list() | tuple() if value and not value[4 * num_layers :]:
-            return [
-                layer for item in value for layer in _one_level(item, num_layers, key)
-            ]
+            return [layer for item in value for layer in _one_level(item, num_layers)]
     raise SpecError(
-        key,
+        "layers",
         value,
         f'an int, a list of ints, "all" or a range "A-B", within 0..{num_layers - 1}',
         "name the decoder layers to act on",
     )
 
 
-def _one_level(item: object, num_layers: int, key: str) -> Iterable[int]:
+def _one_level(item: object, num_layers: int) -> Iterable[int]:
     """An item of a list of layers; lists do not nest."""
     if isinstance(item, list | tuple):
-        return _layers(None, num_layers, key)
-    return _layers(item, num_layers, key)
+        return _layers(None, num_layers)
+    return _layers(item, num_layers)
 
 
-def _layer(value: int, num_layers: int, key: str) -> int:
+def _layer(value: int, num_layers: int) -> int:
     if -num_layers <= value < num_layers:
         return value % num_layers
     raise SpecError(
-        key,
+        "layers",
         value,
         f"0..{num_layers - 1}, or -{num_layers}..-1 from the end",
         f"name a layer of this model, which has {num_layers}",

@@ -57,7 +57,6 @@ class SiteTables:
         """Equal for tables whose launches differ in `addresses` alone."""
         return (
             tuple(address % ALIGNED == 0 for address in self.addresses),
-            self.max_tokens,
             *(_layout(tensor) for tensor in (self.token_map, program)),
             *(
                 (tensor.data_ptr(), *_layout(tensor))
